@@ -1,0 +1,58 @@
+/* FNV-1a, 64 bit: of one buffer, and of many payloads at once. */
+#ifndef WW_FNV1A_H
+#define WW_FNV1A_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "status.h"
+
+#define WW_FNV1A_OFFSET UINT64_C(0xcbf29ce484222325)
+#define WW_FNV1A_PRIME UINT64_C(0x00000100000001b3)
+
+/* The hash of n bytes, continued from hash (WW_FNV1A_OFFSET to begin). data may be NULL when n is 0. */
+uint64_t ww_fnv1a64(const void *data, size_t n, uint64_t hash);
+
+#define WW_FNV1A_LANES 4
+/* What one lane reads of a file at a time: four of these stay within a second-level cache. */
+#define WW_FNV1A_WINDOW ((size_t)128 << 10)
+
+/* One payload: nbytes at data, or, where data is NULL, nbytes of the open file fd from offset. */
+struct ww_fnv1a_job {
+    const uint8_t *data;
+    int fd;
+    uint64_t offset;
+    uint64_t nbytes;
+    uint64_t hash; /* set WW_FNV1A_OFFSET (or a hash to continue); the result stands here at the end */
+};
+
+struct ww_fnv1a_lane {
+    const uint8_t *at;   /* next byte */
+    size_t ready;        /* bytes readable at `at` */
+    uint64_t unread;     /* bytes of the file range not yet in the window */
+    uint64_t offset;     /* where the file goes on */
+    uint64_t hash;
+    uint8_t *window;     /* WW_FNV1A_WINDOW bytes, or NULL where no job is a file */
+    size_t job;
+};
+
+/* Many payloads, four at a time in one thread: each byte of one hash waits for a multiply, four hide each other.
+ * A lane whose payload ends takes the next one, so unequal lengths keep all four busy. */
+struct ww_fnv1a_many {
+    struct ww_fnv1a_job *jobs;
+    size_t count;
+    size_t next;                              /* first job no lane has taken */
+    size_t active;                            /* lanes in use; they stand first */
+    struct ww_fnv1a_lane lane[WW_FNV1A_LANES];
+    size_t failed;                            /* the job of a failure */
+    uint64_t failed_at;                       /* and the offset in its file */
+};
+
+/* windows: WW_FNV1A_LANES * WW_FNV1A_WINDOW bytes for the lanes to read files into; NULL if no job is a file. */
+void ww_fnv1a_many_start(struct ww_fnv1a_many *many, struct ww_fnv1a_job *jobs, size_t count, uint8_t *windows);
+
+/* Goes on for about `budget` bytes. WW_DONE: every job has its hash. WW_PAUSED: call again.
+ * WW_SHORT or WW_FAILED ("pread"): many->failed and many->failed_at say where; do not go on. */
+struct ww_status ww_fnv1a_many_run(struct ww_fnv1a_many *many, uint64_t budget);
+
+#endif

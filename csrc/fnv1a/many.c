@@ -1,0 +1,156 @@
+/* Built with -fno-tree-slp-vectorize where gcc is the compiler: see CMakeLists.txt. */
+#include "fnv1a/fnv1a.h"
+
+#include <errno.h>
+#include <unistd.h>
+
+/* Each runs that many lanes n bytes on; n is ready in all of them. Hashes live in locals so that they stay in registers. */
+
+static void run4(struct ww_fnv1a_lane *lane, size_t n)
+{
+    const uint8_t *p0 = lane[0].at, *p1 = lane[1].at, *p2 = lane[2].at, *p3 = lane[3].at;
+    uint64_t h0 = lane[0].hash, h1 = lane[1].hash, h2 = lane[2].hash, h3 = lane[3].hash;
+    for (size_t i = 0; i < n; i++) {
+        h0 = (h0 ^ p0[i]) * WW_FNV1A_PRIME;
+        h1 = (h1 ^ p1[i]) * WW_FNV1A_PRIME;
+        h2 = (h2 ^ p2[i]) * WW_FNV1A_PRIME;
+        h3 = (h3 ^ p3[i]) * WW_FNV1A_PRIME;
+    }
+    lane[0].hash = h0;
+    lane[1].hash = h1;
+    lane[2].hash = h2;
+    lane[3].hash = h3;
+}
+
+static void run3(struct ww_fnv1a_lane *lane, size_t n)
+{
+    const uint8_t *p0 = lane[0].at, *p1 = lane[1].at, *p2 = lane[2].at;
+    uint64_t h0 = lane[0].hash, h1 = lane[1].hash, h2 = lane[2].hash;
+    for (size_t i = 0; i < n; i++) {
+        h0 = (h0 ^ p0[i]) * WW_FNV1A_PRIME;
+        h1 = (h1 ^ p1[i]) * WW_FNV1A_PRIME;
+        h2 = (h2 ^ p2[i]) * WW_FNV1A_PRIME;
+    }
+    lane[0].hash = h0;
+    lane[1].hash = h1;
+    lane[2].hash = h2;
+}
+
+static void run2(struct ww_fnv1a_lane *lane, size_t n)
+{
+    const uint8_t *p0 = lane[0].at, *p1 = lane[1].at;
+    uint64_t h0 = lane[0].hash, h1 = lane[1].hash;
+    for (size_t i = 0; i < n; i++) {
+        h0 = (h0 ^ p0[i]) * WW_FNV1A_PRIME;
+        h1 = (h1 ^ p1[i]) * WW_FNV1A_PRIME;
+    }
+    lane[0].hash = h0;
+    lane[1].hash = h1;
+}
+
+/* Reads on into the lane's window. False: many->failed is set and *status says why. */
+static int refill(struct ww_fnv1a_many *many, struct ww_fnv1a_lane *lane, struct ww_status *status)
+{
+    size_t want = lane->unread < WW_FNV1A_WINDOW ? (size_t)lane->unread : WW_FNV1A_WINDOW;
+    ssize_t got;
+    do {
+        got = pread(many->jobs[lane->job].fd, lane->window, want, (off_t)lane->offset);
+    } while (got < 0 && errno == EINTR);
+    if (got <= 0) {
+        many->failed = lane->job;
+        many->failed_at = lane->offset;
+        *status = got == 0 ? ww_status_of(WW_SHORT, 0, "pread") : ww_status_of(WW_FAILED, errno, "pread");
+        return 0;
+    }
+    lane->at = lane->window;
+    lane->ready = (size_t)got;
+    lane->unread -= (uint64_t)got;
+    lane->offset += (uint64_t)got;
+    return 1;
+}
+
+static void take_next(struct ww_fnv1a_many *many, struct ww_fnv1a_lane *lane)
+{
+    const struct ww_fnv1a_job *job = &many->jobs[many->next];
+    lane->job = many->next++;
+    lane->hash = job->hash;
+    lane->offset = job->offset;
+    lane->at = job->data;
+    lane->ready = job->data ? (size_t)job->nbytes : 0;
+    lane->unread = job->data ? 0 : job->nbytes;
+}
+
+void ww_fnv1a_many_start(struct ww_fnv1a_many *many, struct ww_fnv1a_job *jobs, size_t count, uint8_t *windows)
+{
+    many->jobs = jobs;
+    many->count = count;
+    many->next = 0;
+    many->active = 0;
+    many->failed = 0;
+    many->failed_at = 0;
+    for (size_t i = 0; i < WW_FNV1A_LANES; i++) {
+        many->lane[i] = (struct ww_fnv1a_lane){.window = windows ? windows + i * WW_FNV1A_WINDOW : NULL};
+    }
+}
+
+/* Leaves every active lane with bytes ready: finished payloads give their hash and make room for the next,
+ * and a lane that nothing is left for is closed by moving the last one into its place. */
+static int settle(struct ww_fnv1a_many *many, struct ww_status *status)
+{
+    while (many->active < WW_FNV1A_LANES && many->next < many->count) {
+        take_next(many, &many->lane[many->active++]);
+    }
+    for (size_t i = 0; i < many->active;) {
+        struct ww_fnv1a_lane *lane = &many->lane[i];
+        if (lane->ready) {
+            i++;
+        } else if (lane->unread) {
+            if (!refill(many, lane, status)) {
+                return 0;
+            }
+        } else {
+            many->jobs[lane->job].hash = lane->hash;
+            if (many->next < many->count) {
+                take_next(many, lane);
+            } else {
+                uint8_t *window = lane->window;
+                *lane = many->lane[--many->active];
+                many->lane[many->active].window = window;
+            }
+        }
+    }
+    return 1;
+}
+
+struct ww_status ww_fnv1a_many_run(struct ww_fnv1a_many *many, uint64_t budget)
+{
+    struct ww_status status = ww_status_of(WW_DONE, 0, "");
+    for (;;) {
+        if (!settle(many, &status)) {
+            return status;
+        }
+        if (many->active == 0) {
+            return ww_status_of(WW_DONE, 0, "");
+        }
+        if (budget == 0) {
+            return ww_status_of(WW_PAUSED, 0, "");
+        }
+        uint64_t step = budget;
+        for (size_t i = 0; i < many->active; i++) {
+            step = many->lane[i].ready < step ? many->lane[i].ready : step;
+        }
+        size_t n = (size_t)step;
+        switch (many->active) {
+        case 4: run4(many->lane, n); break;
+        case 3: run3(many->lane, n); break;
+        case 2: run2(many->lane, n); break;
+        default: many->lane[0].hash = ww_fnv1a64(many->lane[0].at, n, many->lane[0].hash); break;
+        }
+        for (size_t i = 0; i < many->active; i++) {
+            many->lane[i].at += n;
+            many->lane[i].ready -= n;
+        }
+        uint64_t hashed = step * many->active;
+        budget = hashed < budget ? budget - hashed : 0;
+    }
+}

@@ -1,0 +1,94 @@
+#include "stream/stream.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <poll.h>
+#include <time.h>
+
+int64_t ww_now_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * INT64_C(1000000000) + now.tv_nsec;
+}
+
+void ww_flow_start(struct ww_flow *flow, int64_t timeout_ns)
+{
+    flow->timeout_ns = timeout_ns;
+    flow->started_ns = ww_now_ns();
+    flow->progress_ns = flow->started_ns;
+    flow->slice_ns = flow->started_ns + WW_SLICE_NS;
+    flow->impatient = 0;
+    flow->done = 0;
+}
+
+double ww_flow_idle(const struct ww_flow *flow)
+{
+    return (double)(ww_now_ns() - flow->progress_ns) * 1e-9;
+}
+
+void ww_flow_slice(struct ww_flow *flow)
+{
+    flow->slice_ns = ww_now_ns() + WW_SLICE_NS;
+}
+
+void ww_flow_moved(struct ww_flow *flow, size_t nbytes)
+{
+    flow->done += nbytes;
+    flow->progress_ns = ww_now_ns();
+}
+
+struct ww_status ww_flow_wait(struct ww_flow *flow, int fd, short events, const char *operation)
+{
+    if (flow->impatient) {
+        return ww_status_of(WW_PAUSED, 0, operation);
+    }
+    int64_t now = ww_now_ns();
+    int64_t until = flow->slice_ns;
+    int last = 0;
+    if (flow->timeout_ns >= 0 && flow->timeout_ns <= until - flow->progress_ns) {
+        until = flow->progress_ns + flow->timeout_ns;
+        last = 1;
+    }
+    int64_t left = until > now ? until - now : 0;
+    struct timespec limit = {.tv_sec = left / 1000000000, .tv_nsec = left % 1000000000};
+    struct pollfd watched = {.fd = fd, .events = events};
+    int ready = ppoll(&watched, 1, &limit, NULL);
+    if (ready > 0) {
+        if (watched.revents & POLLNVAL) {
+            return ww_status_of(WW_FAILED, EBADF, operation);
+        }
+        /* POLLHUP and POLLERR too: only the call itself tells bytes still queued from the end or an error. */
+        return ww_status_of(WW_DONE, 0, operation);
+    }
+    if (ready < 0 && errno != EINTR) {
+        return ww_status_of(WW_FAILED, errno, "ppoll");
+    }
+    if (ready == 0 && last) {
+        return ww_status_of(WW_TIMEOUT, 0, operation);
+    }
+    return ww_status_of(WW_PAUSED, 0, operation);
+}
+
+struct ww_status ww_socket_failure(int error, const char *operation)
+{
+    switch (error) {
+    case EINTR:
+        return ww_status_of(WW_PAUSED, 0, operation);
+    case EPIPE:
+    case ECONNRESET:
+    case ECONNABORTED:
+        return ww_status_of(WW_CLOSED, error, operation);
+    default:
+        return ww_status_of(WW_FAILED, error, operation);
+    }
+}
+
+struct ww_status ww_socket_prepare(int fd)
+{
+    int flags = fcntl(fd, F_GETFL);
+    if (flags < 0 || fcntl(fd, F_SETFL, flags | O_NONBLOCK) < 0) {
+        return ww_status_of(WW_FAILED, errno, "fcntl");
+    }
+    return ww_status_of(WW_DONE, 0, "fcntl");
+}

@@ -1,0 +1,1 @@
+"""Byte streams to a peer, and the host memory they fill."""

@@ -1,0 +1,251 @@
+"""TCP: connecting, listening, and the stream itself."""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import socket
+import threading
+import time
+from typing import Final
+
+from weightwire._native import _stream
+from weightwire.errors import ConfigError, TransferTimeout, TransportError
+from weightwire.transport.address import format_endpoint, parse_endpoint
+
+__all__ = ["TcpStream", "connect_tcp", "listen_tcp"]
+
+BACKLOG: Final = 128
+PORT_ATTEMPTS: Final = 16
+# A peer that has vanished without a word (power, cable) is noticed after about 60 + 4 * 15 seconds of silence.
+KEEPALIVE_IDLE: Final = 60
+KEEPALIVE_INTERVAL: Final = 15
+KEEPALIVE_PROBES: Final = 4
+# Longest wait between two looks at pending signals, in seconds.
+SLICE: Final = 0.2
+
+Address = tuple[int, int, int, str, tuple[str, int] | tuple[str, int, int, int] | tuple[int, bytes]]
+
+
+class TcpStream(_stream.Stream):
+    """A ``ByteStream`` over a connected TCP (or any other stream) socket, which it takes over.
+
+    Sets TCP_NODELAY and keepalive. ``timeout`` is the longest time without progress in seconds, ``None`` for ever.
+    Raises ``TransportError`` for a socket that is not connected; the socket is then still the caller's.
+    """
+
+    kind: Final = "tcp"
+
+    def __init__(self, sock: socket.socket, timeout: float | None = None, endpoint: str | None = None) -> None:
+        try:
+            peer = sock.getpeername()
+            _configure(sock)
+        except OSError as error:
+            raise TransportError(
+                f"the socket is not connected: {error.strerror}", operation="getpeername", errno=error.errno
+            ) from error
+        if endpoint is None:
+            endpoint = format_endpoint(peer[0], peer[1]) if isinstance(peer, tuple) else "local socket"
+        super().__init__(sock.fileno(), endpoint, timeout)
+        sock.detach()
+
+    def __enter__(self) -> TcpStream:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def connect_tcp(endpoint: str, timeout: float | None) -> TcpStream:
+    """A stream to ``endpoint`` (text as ``parse_endpoint`` takes it); its ``timeout`` is the one given here.
+
+    Every address the name has is tried, one after the other, each with an equal share of the time left, all within
+    ``timeout`` seconds. Raises ``ConfigError`` for an endpoint that cannot be read, ``TransferTimeout`` (phase
+    "connect") where the time ran out, ``TransportError`` otherwise, naming each address and why it failed.
+    """
+    host, port = parse_endpoint(endpoint)
+    name = format_endpoint(host, port)
+    started = time.monotonic()
+    deadline = None if timeout is None else started + timeout
+    failures: list[tuple[str, OSError]] = []
+    addresses = _resolve(host, port, name, started, deadline)
+    for index, address in enumerate(addresses):
+        share = deadline
+        if deadline is not None:
+            now = time.monotonic()
+            share = now + max(0.0, deadline - now) / (len(addresses) - index)
+        try:
+            return TcpStream(_connect_one(address, share), timeout, name)
+        except OSError as error:
+            shown = format_endpoint(str(address[4][0]), port)
+            failures.append((shown, error))
+    tried = "; ".join(f"{shown}: {error.strerror or error}" for shown, error in failures)
+    elapsed = time.monotonic() - started
+    errors = [error.errno for _, error in failures]
+    if all(code == errno.ETIMEDOUT for code in errors):
+        raise TransferTimeout(
+            f"could not connect to {name} within {elapsed:.1f} s: {tried}",
+            phase="connect", elapsed=elapsed, hint="is the host up, and does a firewall drop the port?",
+        )  # fmt: skip
+    hint = "is the server running, and listening on this address?" if errno.ECONNREFUSED in errors else ""
+    raise TransportError(
+        f"could not connect to {name}: {tried}", endpoint=name, operation="connect", errno=errors[-1], hint=hint
+    )
+
+
+def listen_tcp(host: str, port: int) -> list[socket.socket]:
+    """Listening sockets on every address ``host`` has: a name, an address, or ``""`` for all of this machine's.
+
+    ``port`` 0 takes a free one, the same for all of them. Raises ``ConfigError`` for a port out of range,
+    ``TransportError`` where an address cannot be had; nothing stays open then.
+    """
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"port {port} is not 0 to 65535")
+    name = format_endpoint(host or "*", port)
+    try:
+        addresses = _addresses(host or None, port, socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        raise _no_address(name, error) from error
+    attempts = 1 if port else PORT_ATTEMPTS
+    while True:
+        attempts -= 1
+        try:
+            return _listen_all(addresses, port)
+        except TransportError as error:
+            # A port that was free on the first address need not be so on the next.
+            if attempts == 0 or error.errno != errno.EADDRINUSE:
+                raise
+
+
+def _configure(sock: socket.socket) -> None:
+    if sock.family not in (socket.AF_INET, socket.AF_INET6):
+        return
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_PROBES)
+
+
+def _addresses(host: str | None, port: int, flags: int = 0) -> list[Address]:
+    found: list[Address] = list(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags))
+    return list(dict.fromkeys(found))
+
+
+def _resolve(host: str, port: int, name: str, started: float, deadline: float | None) -> list[Address]:
+    """The addresses of a host: ``getaddrinfo`` knows no deadline, so names are looked up on a thread one can leave."""
+    try:
+        return _addresses(host, port, socket.AI_NUMERICHOST)
+    except (OSError, UnicodeError):
+        pass  # a name, then
+    answer: list[list[Address] | OSError | UnicodeError] = []
+
+    def look_up() -> None:
+        try:
+            answer.append(_addresses(host, port))
+        except (OSError, UnicodeError) as error:
+            answer.append(error)
+
+    thread = threading.Thread(target=look_up, name=f"weightwire-resolve-{host}", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        left = SLICE if deadline is None else min(SLICE, deadline - time.monotonic())
+        if left <= 0:
+            elapsed = time.monotonic() - started
+            raise TransferTimeout(
+                f"looking up {host} took longer than {elapsed:.1f} s",
+                phase="connect", elapsed=elapsed, hint="is the name server reachable? an address needs none",
+            )  # fmt: skip
+        thread.join(left)
+    found = answer[0]
+    if isinstance(found, list):
+        return found
+    raise _no_address(name, found) from found
+
+
+def _no_address(name: str, error: OSError | UnicodeError) -> TransportError:
+    reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+    return TransportError(
+        f"no address for {name}: {reason}",
+        endpoint=name,
+        operation="getaddrinfo",
+        errno=error.errno if isinstance(error, OSError) else None,
+        hint="is the host name spelt right, and known to this machine?",
+    )
+
+
+def _connect_one(address: Address, deadline: float | None) -> socket.socket:
+    family, kind, protocol, _, where = address
+    sock = socket.socket(family, kind, protocol)
+    try:
+        sock.setblocking(False)
+        code = sock.connect_ex(where)
+        if code == errno.EINPROGRESS:
+            watch = select.poll()
+            watch.register(sock, select.POLLOUT)
+            while True:
+                left = SLICE if deadline is None else min(SLICE, deadline - time.monotonic())
+                if left <= 0:
+                    raise OSError(errno.ETIMEDOUT, "no answer in time")
+                if watch.poll(left * 1000):
+                    break
+            code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if code:
+            raise OSError(code, os.strerror(code))
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def _listen_all(addresses: list[Address], port: int) -> list[socket.socket]:
+    listeners: list[socket.socket] = []
+    absent: list[tuple[str, OSError]] = []
+    try:
+        for family, kind, protocol, _, address in addresses:
+            where = (address[0], port or (listeners[0].getsockname()[1] if listeners else 0), *address[2:])
+            shown = format_endpoint(str(where[0]), int(where[1]))
+            try:
+                # "::" alone takes IPv4 too; beside an IPv4 socket it would be in its way.
+                listeners.append(_listen_one(family, kind, protocol, where, v6only=len(addresses) > 1))
+            except OSError as error:
+                # "All addresses" on a machine without IPv6 is still all of them.
+                if error.errno not in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):
+                    raise _cannot_listen(shown, error) from error
+                absent.append((shown, error))
+        if not listeners:
+            raise _cannot_listen(*absent[-1])
+    except BaseException:
+        for listener in listeners:
+            listener.close()
+        raise
+    return listeners
+
+
+def _listen_one(
+    family: int, kind: int, protocol: int, where: tuple[str | int | bytes, ...], *, v6only: bool
+) -> socket.socket:
+    sock = socket.socket(family, kind, protocol)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(v6only))
+        sock.bind(where)
+        sock.listen(BACKLOG)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def _cannot_listen(endpoint: str, error: OSError) -> TransportError:
+    hints = {
+        errno.EADDRINUSE: "another program listens there; choose another port, or 0 for a free one",
+        errno.EACCES: "ports below 1024 need a privilege",
+        errno.EADDRNOTAVAIL: "this machine has no such address",
+    }
+    return TransportError(
+        f"cannot listen on {endpoint}: {error.strerror}",
+        endpoint=endpoint, operation="bind", errno=error.errno, hint=hints.get(error.errno or 0, ""),
+    )  # fmt: skip

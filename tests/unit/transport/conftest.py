@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from weightwire.transport.tcp import TcpStream
+
+
+class Background:
+    """A call on another thread; ``result()`` gives what it returned or raises what it raised."""
+
+    def __init__(self, call: Callable[..., Any], *args: Any) -> None:
+        self._value: Any = None
+        self._error: BaseException | None = None
+
+        def run() -> None:
+            try:
+                self._value = call(*args)
+            except BaseException as error:
+                self._error = error
+
+        self._thread = threading.Thread(target=run)
+        self._thread.start()
+
+    def running(self) -> bool:
+        return self._thread.is_alive()
+
+    def result(self) -> Any:
+        self._thread.join(60)
+        assert not self._thread.is_alive(), "the call did not come back"
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+
+@pytest.fixture
+def background() -> type[Background]:
+    return Background
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[TcpStream, TcpStream]]:
+    """Two ends over loopback TCP."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        one = socket.create_connection(listener.getsockname())
+        other, _ = listener.accept()
+    a, b = TcpStream(one, 30.0), TcpStream(other, 30.0)
+    yield a, b
+    a.close()
+    b.close()
+
+
+@pytest.fixture
+def narrow() -> Iterator[tuple[TcpStream, TcpStream]]:
+    """Two ends of a local socket pair with the smallest buffers there are: every transfer is many short ones."""
+    one, other = socket.socketpair()
+    for sock in (one, other):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+    a, b = TcpStream(one, 30.0), TcpStream(other, 30.0)
+    yield a, b
+    a.close()
+    b.close()
+
+
+@pytest.fixture
+def no_fd_leak() -> Iterator[None]:
+    before = set(os.listdir("/proc/self/fd"))
+    yield
+    assert set(os.listdir("/proc/self/fd")) <= before
+
+
+@contextmanager
+def _alarm(handler: Callable[[int, Any], None], seconds: float) -> Iterator[None]:
+    old_handler = signal.getsignal(signal.SIGALRM)
+    old_timer = signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, old_handler)
+        signal.setitimer(signal.ITIMER_REAL, *old_timer)
+
+
+@pytest.fixture
+def alarm() -> Callable[[Callable[[int, Any], None], float], Any]:
+    """``with alarm(handler, seconds)``: SIGALRM again and again; pytest-timeout's own alarm comes back afterwards."""
+    return _alarm
