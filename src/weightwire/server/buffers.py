@@ -1,0 +1,337 @@
+"""One client's buffers: handles, addresses, bounds, and which tensors lie where."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+from bisect import bisect_left
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+from weightwire.errors import WeightwireError
+from weightwire.server.capacity import AddressSpace, Capacity
+from weightwire.server.coverage import Coverage
+from weightwire.server.destinations import Destination, HostMemory
+from weightwire.server.errors import BadRequest
+from weightwire.server.populate import PopulateJob, Populator
+from weightwire.server.served import Registry, ServedTensor
+from weightwire.wire.tensor import RpcTensor
+
+__all__ = ["MAX_BUFFERS", "MAX_TENSORS", "Block", "Buffer", "BufferTable", "Located", "Placed"]
+
+logger = logging.getLogger(__name__)
+
+MAX_BUFFERS: Final = 4096
+"""Buffers one client may hold; each is a mapping of its own, and a process may have some 65,000 of those."""
+
+MAX_TENSORS: Final = 1 << 18
+"""Tensors remembered per client. What comes after is stored all the same, but not listed by name."""
+
+
+class Block:
+    """A destination and how many need it: its buffer, and every listed tensor in it. Thread-safe."""
+
+    def __init__(self, destination: Destination, nbytes: int, capacity: Capacity, job: PopulateJob | None) -> None:
+        self.destination = destination
+        self.closed = False
+        self._nbytes = nbytes
+        self._capacity = capacity
+        self._job = job
+        self._users = 1
+        self._lock = threading.Lock()
+        # Only this very class writes by memcpy and by nothing else; see HostMemory.
+        self.direct: HostMemory | None = destination if type(destination) is HostMemory else None
+        self._returns_itself = isinstance(destination, HostMemory)
+        if isinstance(destination, HostMemory):
+            destination.when_freed(lambda: capacity.give_back(nbytes))
+
+    def reached(self, end: int) -> None:
+        """Data up to offset ``end`` is about to come."""
+        if self._job is not None:
+            self._job.reached(end)
+
+    def hold(self) -> None:
+        """One more needs the destination."""
+        with self._lock:
+            self._users += 1
+
+    def drop(self) -> None:
+        """One fewer; the last one closes the destination."""
+        with self._lock:
+            self._users -= 1
+            if self._users or self.closed:
+                return
+            self.closed = True
+        if self._job is not None:
+            self._job.cancel()
+        try:
+            self.destination.close()
+        except Exception:
+            logger.exception("closing a destination of %d bytes failed", self._nbytes)
+        if not self._returns_itself:
+            self._capacity.give_back(self._nbytes)
+
+
+class Placed:
+    """One tensor somewhere in a buffer, and how much of it has been written."""
+
+    __slots__ = ("coverage", "end", "identity", "served", "start")
+
+    def __init__(self, identity: object, start: int, end: int) -> None:
+        self.identity = identity
+        self.start = start
+        self.end = end
+        self.coverage: Coverage | None = None
+        self.served: ServedTensor | None = None
+
+
+class Located(NamedTuple):
+    """A tensor of a request, checked: it lies in ``buffer`` from byte ``start`` on and spans ``nbytes`` bytes."""
+
+    tensor: RpcTensor
+    buffer: Buffer
+    start: int
+    nbytes: int
+
+    def range(self, offset: int, nbytes: int) -> int:
+        """Where in the buffer bytes ``offset`` to ``offset + nbytes`` of the tensor start. BadRequest if they are not
+        its.
+        """
+        if offset + nbytes > self.nbytes:
+            raise BadRequest(
+                f"bytes {offset} to {offset + nbytes} are not in tensor {self.tensor.label!r} of {self.nbytes} bytes"
+            )
+        return self.start + offset
+
+
+class Buffer:
+    """What one ALLOC_BUFFER made. ``block`` is None for a buffer of no bytes. Used by its session's thread only."""
+
+    def __init__(self, handle: int, base: int, nbytes: int, block: Block | None, table: BufferTable) -> None:
+        self.handle = handle
+        self.base = base
+        self.nbytes = nbytes
+        self.block = block
+        self._table = table
+        self._starts: list[int] = []
+        self._placed: list[Placed] = []
+        self._empty: dict[object, Placed] = {}
+
+    @property
+    def memory(self) -> Block:
+        """The block, for a range that has bytes."""
+        if self.block is None:
+            raise BadRequest("the buffer has no bytes")
+        return self.block
+
+    def begin(self, located: Located) -> Placed | None:
+        """The tensor at this place, about to be written. Others that overlap it are gone with that.
+
+        None if this client has too many tensors already for one more to be remembered.
+        """
+        tensor, start, nbytes = located.tensor, located.start, located.nbytes
+        identity = (tensor.name, tensor.type, tensor.ne, tensor.nb)
+        if not nbytes:
+            return self._begin_empty(identity, start)
+        end = start + nbytes
+        at = bisect_left(self._starts, start)
+        if at < len(self._starts) and self._starts[at] == start:
+            there = self._placed[at]
+            if there.identity == identity:
+                if there.served is not None and not self._table.registry.listed(there.served):
+                    # Forgotten, or replaced by another client's: written again, it counts as new.
+                    there.served = None
+                    there.coverage = None
+                return there
+        low = at - 1 if at and self._placed[at - 1].end > start else at
+        high = bisect_left(self._starts, end, low)
+        for old in self._placed[low:high]:
+            self._unlist(old)
+        placed = Placed(identity, start, end) if self._table.count(1 - (high - low)) else None
+        self._starts[low:high] = [start] if placed else []
+        self._placed[low:high] = [placed] if placed else []
+        return placed
+
+    def _begin_empty(self, identity: object, start: int) -> Placed | None:
+        key = (identity, start)
+        placed = self._empty.get(key)
+        if placed is None and self._table.count(1):
+            placed = self._empty[key] = Placed(identity, start, start)
+        return placed
+
+    def wrote(self, placed: Placed | None, located: Located, offset: int, nbytes: int) -> None:
+        """Bytes ``offset`` to ``offset + nbytes`` of the tensor have arrived."""
+        if placed is None or placed.served is not None:
+            return
+        if nbytes != located.nbytes:
+            if placed.coverage is None:
+                placed.coverage = Coverage(located.nbytes)
+            placed.coverage.add(offset, offset + nbytes)
+            if not placed.coverage.complete:
+                return
+        self._complete(placed, located)
+
+    def wrote_rows(
+        self, placed: Placed | None, located: Located, offset: int, nbytes: int, rows: int, stride: int
+    ) -> None:
+        """Rows of the tensor have arrived."""
+        if placed is None or placed.served is not None:
+            return
+        if placed.coverage is None:
+            placed.coverage = Coverage(located.nbytes)
+        placed.coverage.add_rows(offset, nbytes, rows, stride)
+        if placed.coverage.complete:
+            self._complete(placed, located)
+
+    def _complete(self, placed: Placed, located: Located) -> None:
+        placed.coverage = None
+        placed.served = ServedTensor(located.tensor, self.block, located.start, located.nbytes)
+        self._table.registry.add(placed.served)
+
+    def spoil(self, placed: Placed | None) -> None:
+        """The tensor's bytes are not what anybody sent: nothing of it counts as written."""
+        if placed is not None:
+            self._unlist(placed)
+            placed.coverage = None
+
+    def forget_all(self) -> None:
+        """Every tensor in the buffer has been overwritten by something else, or its client has gone."""
+        for placed in (*self._placed, *self._empty.values()):
+            self._unlist(placed)
+        self.leave_all()
+
+    def leave_all(self) -> None:
+        """Stop keeping track, leaving listed what is listed."""
+        self._table.count(-len(self._placed) - len(self._empty))
+        self._starts, self._placed, self._empty = [], [], {}
+
+    def _unlist(self, placed: Placed) -> None:
+        if placed.served is not None:
+            self._table.registry.remove(placed.served)
+            placed.served = None
+
+
+class BufferTable:
+    """All buffers of one client. Handles and addresses are numbers of this session and mean nothing in another's."""
+
+    def __init__(
+        self,
+        *,
+        capacity: Capacity,
+        registry: Registry,
+        populator: Populator,
+        destination: Callable[[int, int], Destination],
+    ) -> None:
+        self.registry = registry
+        self._capacity = capacity
+        self._populator = populator
+        self._destination = destination
+        self._space = AddressSpace()
+        self._buffers: dict[int, Buffer] = {}
+        self._tensors = 0
+        self._full = False
+
+    def __len__(self) -> int:
+        return len(self._buffers)
+
+    def count(self, change: int) -> bool:
+        """Note that ``change`` tensors more are remembered; False (and nothing noted) if that is more than
+        `MAX_TENSORS`.
+        """
+        if change > 0 and self._tensors + change > MAX_TENSORS:
+            if not self._full:
+                logger.warning("a client has pushed more than %d tensors; further ones are not listed", MAX_TENSORS)
+            self._full = True
+            return False
+        self._tensors += change
+        return True
+
+    def allocate(self, nbytes: int, device: int) -> Buffer | None:
+        """A new buffer of ``nbytes`` bytes, or None if there is no room for it."""
+        if len(self._buffers) >= MAX_BUFFERS:
+            logger.info("a buffer of %d bytes refused: the client holds %d buffers", nbytes, MAX_BUFFERS)
+            return None
+        handle = 0
+        while not handle or handle in self._buffers:
+            handle = secrets.randbits(63)
+        if not nbytes:
+            # As a stock server has it: a handle that can be freed, and an address of 0.
+            buffer = self._buffers[handle] = Buffer(handle, 0, 0, None, self)
+            return buffer
+        if not self._capacity.take(nbytes):
+            logger.info("a buffer of %d bytes refused: %d bytes are free", nbytes, self._capacity.free)
+            return None
+        base = self._space.place(nbytes)
+        block = self._make(nbytes, device) if base is not None else None
+        if base is None or block is None:
+            if base is not None:
+                self._space.vacate(base)
+            self._capacity.give_back(nbytes)
+            return None
+        buffer = self._buffers[handle] = Buffer(handle, base, nbytes, block, self)
+        return buffer
+
+    def _make(self, nbytes: int, device: int) -> Block | None:
+        try:
+            destination = self._destination(nbytes, device)
+        except (MemoryError, OverflowError, OSError, WeightwireError) as error:
+            logger.info("a buffer of %d bytes refused: %s", nbytes, error)
+            return None
+        except Exception:
+            logger.exception("making a destination of %d bytes failed", nbytes)
+            return None
+        if destination.nbytes < nbytes:
+            logger.error("a destination of %d bytes was made where %d were wanted", destination.nbytes, nbytes)
+            destination.close()
+            return None
+        job = self._populator.add(destination.region) if isinstance(destination, HostMemory) else None
+        return Block(destination, nbytes, self._capacity, job)
+
+    def get(self, handle: int) -> Buffer:
+        """The buffer behind ``handle``. BadRequest if this client has none of that handle."""
+        buffer = self._buffers.get(handle)
+        if buffer is None:
+            raise BadRequest(f"no buffer has the handle {handle:#x}")
+        return buffer
+
+    def knows(self, handle: int) -> bool:
+        """Whether `get` would find it."""
+        return handle in self._buffers
+
+    def locate(self, tensor: RpcTensor) -> Located:
+        """Check a tensor's type, buffer and place. BadRequest if one of them is not right."""
+        nbytes = span(tensor)
+        buffer = self.get(tensor.buffer)
+        start = tensor.data - buffer.base
+        if start < 0 or start + nbytes > buffer.nbytes:
+            raise BadRequest(
+                f"tensor {tensor.label!r} of {nbytes} bytes at {tensor.data:#x} is not within its buffer of "
+                f"{buffer.nbytes} bytes at {buffer.base:#x}"
+            )
+        return Located(tensor, buffer, start, nbytes)
+
+    def free(self, handle: int) -> None:
+        """Give a buffer back. BadRequest if there is none."""
+        buffer = self.get(handle)
+        del self._buffers[handle]
+        self._space.vacate(buffer.base)
+        if self.registry.keep:
+            buffer.leave_all()
+        else:
+            buffer.forget_all()
+        if buffer.block is not None:
+            buffer.block.drop()
+
+    def free_all(self) -> None:
+        """Give everything back: the client has gone."""
+        for handle in list(self._buffers):
+            self.free(handle)
+
+
+def span(tensor: RpcTensor) -> int:
+    """Bytes a tensor spans. BadRequest if its type is none."""
+    try:
+        return tensor.nbytes
+    except ValueError as error:
+        raise BadRequest(f"tensor {tensor.label!r}: {error}") from None

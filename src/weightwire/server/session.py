@@ -1,0 +1,192 @@
+"""One client, from HELLO to its end: reads requests, has them served, and says why it stopped."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from weightwire.cache.store import TensorCache
+from weightwire.errors import PeerClosed, ProtocolError, TransferTimeout, TransportError
+from weightwire.server.buffers import BufferTable
+from weightwire.server.capacity import Capacity
+from weightwire.server.commands import Commands
+from weightwire.server.destinations import Destination
+from weightwire.server.errors import BadRequest
+from weightwire.server.populate import Populator
+from weightwire.server.receive import Receiver
+from weightwire.server.served import Registry
+from weightwire.server.staging import Staging
+from weightwire.transport.base import ByteStream
+from weightwire.wire import COMPUTE_COMMANDS, EMPTY_RESPONSE, Command, Dialect, Greeting, parse_u64, response_header
+from weightwire.wire.answers import encode_u8_answer
+
+__all__ = ["Services", "Session"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """What all sessions of a server share. Times in seconds."""
+
+    dialect: Dialect
+    greeting: Greeting
+    cache: TensorCache | None
+    capacity: Capacity
+    registry: Registry
+    populator: Populator
+    destination: Callable[[int, int], Destination]
+    hello_timeout: float
+    stall_timeout: float
+
+
+class Session:
+    """Serves one client on the thread that calls `run`; `stop` may be called from any other."""
+
+    def __init__(self, stream: ByteStream, services: Services) -> None:
+        self.client = stream.endpoint
+        self._stream = stream
+        self._services = services
+        self._dialect = services.dialect
+        self._stopping = threading.Event()
+        self._doing: int = Command.HELLO
+        self._inside = False
+        self._set_answered = services.dialect.answered(Command.SET_TENSOR)
+        self._buffers = BufferTable(
+            capacity=services.capacity,
+            registry=services.registry,
+            populator=services.populator,
+            destination=services.destination,
+        )
+        self._staging = Staging()
+        self._receiver = Receiver(stream, self._dialect, self._buffers, self._staging, services.cache)
+        self._commands = Commands(stream, self._dialect, self._buffers, self._staging, services.capacity)
+
+    def stop(self) -> None:
+        """End the session: whatever it waits for comes back at once."""
+        self._stopping.set()
+        self._stream.shutdown()
+
+    def run(self) -> None:
+        """Serve until the client leaves, breaks a rule or is stopped. Never raises for what a client does."""
+        try:
+            if self._hello():
+                logger.debug("%s: connected", self.client)
+                while self._request():
+                    pass
+            logger.debug("%s: left", self.client)
+        except (BadRequest, ProtocolError) as error:
+            self._complain(str(error))
+        except TransferTimeout as error:
+            self._complain(f"nothing came for {error.elapsed:.1f} s" if error.phase == "receive" else str(error))
+        except PeerClosed as error:
+            self._gone(f"the client closed the connection inside it, after {error.bytes_done} bytes")
+        except TransportError as error:
+            self._gone(str(error))
+        except Exception:
+            if not self._stopping.is_set():
+                logger.exception("%s: %s failed; connection closed", self.client, self._what())
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        self._stream.close()
+        self._staging.release()
+        self._buffers.free_all()
+
+    def _complain(self, text: str) -> None:
+        if not self._stopping.is_set():
+            logger.warning("%s: %s: %s; connection closed", self.client, self._what(), text)
+
+    def _gone(self, text: str) -> None:
+        # Between requests a client may leave as it likes.
+        if self._inside:
+            self._complain(text)
+        else:
+            logger.debug("%s: left: %s", self.client, text)
+
+    def _what(self) -> str:
+        tensor = self._receiver.tensor if self._receiver.tensor is not None else self._commands.tensor
+        name = self._dialect.name_of(self._doing)
+        return name if tensor is None else f"{name} of tensor {tensor!r}"
+
+    # HELLO.
+
+    def _hello(self) -> bool:
+        """The first request. False if the client closed without a word."""
+        deadline = time.monotonic() + self._services.hello_timeout
+        self._stream.timeout = self._services.hello_timeout
+        try:
+            first = self._stream.recv_or_eof(1)
+            if first is None:
+                return False
+            self._inside = True
+            if first[0] != Command.HELLO:
+                self._doing = first[0]
+                raise BadRequest("the first request must be HELLO")
+            size = parse_u64(self._trickle(8, deadline))
+            expected = self._dialect.hello_request_bytes
+            if size != expected:
+                raise BadRequest(f"{size} bytes declared, and protocol {self._dialect.text} has {expected}")
+            self._trickle(expected, deadline)
+        except TransferTimeout:
+            raise BadRequest(f"it did not come within {self._services.hello_timeout:g} s") from None
+        answer = self._services.greeting.encode()
+        self._stream.timeout = self._services.stall_timeout
+        self._stream.send(response_header(len(answer)), answer)
+        self._inside = False
+        return True
+
+    def _trickle(self, nbytes: int, deadline: float) -> bytes:
+        """Read ``nbytes`` bytes by the deadline, however slowly they come: each byte alone counts as progress to the
+        stream.
+        """
+        return b"".join(self._stream.recv(1, timeout=max(0.001, deadline - time.monotonic())) for _ in range(nbytes))
+
+    # Everything after it.
+
+    def _request(self) -> bool:
+        """Serve one request. False if the client has closed instead of sending one."""
+        stream = self._stream
+        self._receiver.tensor = self._commands.tensor = None
+        # Between requests a client may be silent for as long as it likes.
+        first = stream.recv_or_eof(1, timeout=None)
+        if first is None:
+            return False
+        number = self._doing = first[0]
+        self._inside = True
+        size = parse_u64(stream.recv(8))
+        if number == Command.SET_TENSOR:
+            self._receiver.set_tensor(size)
+            if self._set_answered:
+                stream.send(EMPTY_RESPONSE)
+        else:
+            self._other(number, size)
+        self._inside = False
+        return True
+
+    def _other(self, number: int, size: int) -> None:
+        stream, dialect = self._stream, self._dialect
+        if number not in dialect.commands:
+            raise BadRequest(f"protocol {dialect.text} has no such command")
+        if number in COMPUTE_COMMANDS:
+            raise BadRequest("this server stores weights and does not compute")
+        if number == Command.HELLO:
+            raise BadRequest("it has been said already")
+        if number == Command.SET_TENSOR_2D:
+            self._receiver.set_tensor_2d(size)
+            answer: bytes | None = b""
+        else:
+            expected = dialect.request_bytes(number)
+            if size != expected:
+                raise BadRequest(f"{size} bytes declared, and protocol {dialect.text} has {expected}")
+            body = stream.recv(size) if size else b""
+            if number == Command.SET_TENSOR_HASH:
+                answer = encode_u8_answer(self._receiver.set_tensor_hash(body))
+            else:
+                answer = self._commands.handlers[Command(number)](body)
+        if answer is not None and dialect.answered(number):
+            stream.send(response_header(len(answer)), answer)

@@ -1,0 +1,194 @@
+"""The cache on disk."""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from weightwire.cache.store import TensorCache, default_directory, entry_name
+from weightwire.errors import ConfigError
+from weightwire.hashing import fnv1a64
+
+DATA = bytes(range(256)) * 50
+HASH = fnv1a64(DATA)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> TensorCache:
+    caplog.set_level(logging.DEBUG, "weightwire.cache")
+    return TensorCache(tmp_path / "cache")
+
+
+def read(fd: int | None) -> bytes:
+    assert fd is not None
+    try:
+        return os.pread(fd, 1 << 20, 0)
+    finally:
+        os.close(fd)
+
+
+def test_names_are_16_lower_case_digits() -> None:
+    assert entry_name(0xABC) == "0000000000000abc"
+    assert entry_name((1 << 64) - 1) == "f" * 16
+    for wrong in (-1, 1 << 64):
+        with pytest.raises(ValueError, match="64-bit"):
+            entry_name(wrong)
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({"LLAMA_CACHE": "/a", "XDG_CACHE_HOME": "/b"}, "/a/rpc"),
+        ({"LLAMA_CACHE": "", "XDG_CACHE_HOME": "/b"}, "/b/llama.cpp/rpc"),
+        ({"HOME": "/home/me"}, "/home/me/.cache/llama.cpp/rpc"),
+    ],
+)
+def test_default_directory_is_the_stock_one(
+    environ: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("LLAMA_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert default_directory() == Path(expected)
+
+
+def test_the_directory_is_made(tmp_path: Path) -> None:
+    TensorCache(tmp_path / "a" / "b")
+    assert (tmp_path / "a" / "b").is_dir()
+
+
+def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(ConfigError, match=str(path)):
+            TensorCache(path)
+
+
+def test_what_is_saved_is_found(cache: TensorCache) -> None:
+    assert cache.save(HASH, [DATA[:100], memoryview(DATA)[100:101], bytearray(DATA[101:])])
+    assert cache.path_for(HASH).read_bytes() == DATA
+    assert read(cache.lookup(HASH, len(DATA))) == DATA
+    assert cache.size_of(HASH) == len(DATA)
+    assert cache.holds(HASH, DATA)
+
+
+def test_an_entry_has_ordinary_permissions_and_nothing_is_left_beside_it(cache: TensorCache) -> None:
+    before = os.umask(0o027)
+    try:
+        cache.save(HASH, [DATA])
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(cache.path_for(HASH).stat().st_mode) == 0o640
+    assert os.listdir(cache.directory) == [entry_name(HASH)]
+
+
+@pytest.mark.parametrize("nbytes", [0, len(DATA) - 1, len(DATA) + 1, 1 << 62])
+def test_another_size_is_a_miss(cache: TensorCache, nbytes: int) -> None:
+    cache.save(HASH, [DATA])
+    assert cache.lookup(HASH, nbytes) is None
+
+
+def test_what_is_not_there_is_a_miss_without_a_word(cache: TensorCache, caplog: pytest.LogCaptureFixture) -> None:
+    assert cache.lookup(1, 5) is None
+    assert cache.size_of(1) is None
+    assert not cache.holds(1, b"12345")
+    assert not caplog.records
+
+
+def test_a_link_is_not_followed_and_a_save_replaces_it(
+    cache: TensorCache, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    foreign = tmp_path / "foreign"
+    foreign.write_bytes(DATA)
+    cache.path_for(HASH).symlink_to(foreign)
+    assert cache.lookup(HASH, len(DATA)) is None
+    assert "symbolic link" in caplog.text
+    assert cache.size_of(HASH) is None
+    other = b"x" * len(DATA)
+    assert cache.save(HASH, [other])
+    assert not cache.path_for(HASH).is_symlink()
+    assert cache.path_for(HASH).read_bytes() == other
+    assert foreign.read_bytes() == DATA
+
+
+def test_a_directory_is_left_alone(cache: TensorCache, caplog: pytest.LogCaptureFixture) -> None:
+    cache.path_for(HASH).mkdir()
+    assert cache.lookup(HASH, cache.path_for(HASH).stat().st_size) is None
+    assert "not a regular file" in caplog.text
+    assert not cache.save(HASH, [DATA])
+    cache.discard(HASH, "test")
+    assert os.listdir(cache.directory) == [entry_name(HASH)]
+
+
+def test_a_fifo_is_not_waited_for(cache: TensorCache) -> None:
+    os.mkfifo(cache.path_for(HASH))
+    assert cache.lookup(HASH, 0) is None
+
+
+def test_discard_removes_and_says_why(cache: TensorCache, caplog: pytest.LogCaptureFixture) -> None:
+    cache.save(HASH, [DATA])
+    cache.discard(HASH, "for a reason")
+    assert not cache.path_for(HASH).exists()
+    assert "for a reason" in caplog.text
+
+
+@pytest.mark.parametrize("change", [lambda data: data[:-1], lambda data: data + b"x", lambda data: b"y" + data[1:]])
+def test_holds_compares_every_byte(cache: TensorCache, change: object) -> None:
+    cache.path_for(HASH).write_bytes(change(DATA))  # type: ignore[operator]
+    assert not cache.holds(HASH, DATA)
+
+
+def test_a_writer_that_is_left_leaves_nothing(cache: TensorCache) -> None:
+    with cache.writer() as writer:
+        writer.write(DATA)
+        assert len(os.listdir(cache.directory)) == 1
+    assert os.listdir(cache.directory) == []
+    assert not writer.commit(HASH)
+
+
+def test_chunks_that_fail_leave_nothing(cache: TensorCache) -> None:
+    def chunks() -> object:
+        yield DATA
+        raise RuntimeError("gone")
+
+    with pytest.raises(RuntimeError, match="gone"):
+        cache.save(HASH, chunks())  # type: ignore[arg-type]
+    assert os.listdir(cache.directory) == []
+
+
+def test_a_save_replaces_a_bad_entry_in_one_step(cache: TensorCache) -> None:
+    cache.path_for(HASH).write_bytes(b"half")
+    fd = cache.lookup(HASH, 4)
+    cache.save(HASH, [DATA])
+    assert read(fd) == b"half"  # who has the old file open keeps it whole
+    assert cache.path_for(HASH).read_bytes() == DATA
+
+
+def test_a_full_disk_is_reported_once(
+    cache: TensorCache, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(fd: int, data: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        assert not cache.save(HASH, [DATA])
+        assert not cache.save(HASH, [DATA])
+    assert [record.levelname for record in caplog.records] == ["WARNING", "DEBUG"]
+    assert "No space left on device" in caplog.records[0].getMessage()
+    assert os.listdir(cache.directory) == []
+    assert cache.save(HASH, [DATA])  # and it recovers
+
+
+def test_a_directory_that_has_vanished_loses_only_the_entry(
+    cache: TensorCache, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache.directory.rmdir()
+    assert not cache.save(HASH, [DATA])
+    assert cache.lookup(HASH, len(DATA)) is None
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
