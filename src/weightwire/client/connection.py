@@ -1,0 +1,221 @@
+"""A connection to a ggml RPC server."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from types import MappingProxyType, TracebackType
+from typing import TYPE_CHECKING, Self
+
+from weightwire.client import device as devices
+from weightwire.client.channel import Channel
+from weightwire.client.device import DeviceMemory
+from weightwire.client.push import ModelSource, ProgressCallback, push
+from weightwire.client.remote import RemoteBuffer
+from weightwire.client.result import PushResult
+from weightwire.transport.address import format_endpoint
+from weightwire.transport.negotiate import open_connection
+
+if TYPE_CHECKING:
+    from weightwire.transport.base import ByteStream
+    from weightwire.wire.dialect import Dialect
+    from weightwire.wire.hello import Greeting
+
+__all__ = ["Connection", "connect"]
+
+
+def connect(endpoint: str, *, timeout: float = 30.0, protocol: str | None = None) -> Connection:
+    """Connect to a ggml RPC server at ``endpoint`` (``"host:port"``, ``"[::1]:50052"``; port 50052 if none is given).
+
+    ``timeout`` (seconds) bounds connecting and HELLO together, and later each wait without progress. ``protocol``,
+    such as ``"7.0.0"``, says which version the server speaks, whatever it announces; without it HELLO finds out.
+
+    Raises ConfigError for a bad argument, VersionError for a server older than 1.0 or of a major nobody described
+    (nothing is sent to it after HELLO), ServerBusy when it took the connection and does not answer, ProtocolError for
+    an answer that is none, TransferTimeout, PeerClosed and TransportError for the rest. Source: docs/protocol.md,
+    section 6.
+    """
+    return Connection(*open_connection(endpoint, timeout, protocol))
+
+
+class Connection:
+    """An open connection, from `connect`; a context manager that closes it.
+
+    It may be used from several threads, one call after the other. After any PeerClosed, TransferTimeout,
+    TransportError or ProtocolError it is closed, and so it is when a push is interrupted or its callback raises;
+    later calls say so.
+    """
+
+    def __init__(self, stream: ByteStream, greeting: Greeting, dialect: Dialect) -> None:
+        self._channel = Channel(stream, dialect)
+        self._greeting = greeting
+        self._transport = _describe(stream, greeting, dialect)
+        self._device_count: int | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = ", closed" if self.closed else ""
+        return f"<weightwire.Connection to {self.endpoint}, protocol {self.protocol}{state}>"
+
+    @property
+    def endpoint(self) -> str:
+        """The server, as ``host:port``."""
+        return self._channel.endpoint
+
+    @property
+    def protocol(self) -> str:
+        """The version the server announced, such as ``"7.0.0"``."""
+        return self._greeting.text
+
+    @property
+    def dialect(self) -> Dialect:
+        """The version that is spoken to it."""
+        return self._channel.dialect
+
+    @property
+    def server_has_cache(self) -> bool:
+        """Whether the server said in HELLO that it keeps a tensor cache; a stock server cannot say so."""
+        return self._greeting.has_cache
+
+    @property
+    def transport(self) -> Mapping[str, object]:
+        """What carries the bytes and why: ``kind`` (``"tcp"``), ``reason`` in words, ``local`` and ``peer``
+        addresses.
+        """
+        return self._transport
+
+    @property
+    def closed(self) -> bool:
+        """Whether the connection was closed, by `close` or by a failure."""
+        return self._channel.closed
+
+    def close(self) -> None:
+        """Close the connection; the server frees what it had allocated.
+
+        Idempotent, from any thread, never blocks, never raises. A call that waits in another thread raises
+        TransportError.
+        """
+        self._channel.close()
+
+    def device_count(self) -> int:
+        """How many devices the server has."""
+        with self._channel.exclusive("device_count"):
+            return self._count()
+
+    def device_memory(self, device: int = 0) -> tuple[int, int]:
+        """Free and total memory of ``device``, bytes. ConfigError if there is no such device."""
+        with self._channel.exclusive("device_memory"):
+            devices.check_device(device, self._count())
+            return devices.memory(self._channel, device)
+
+    def devices(self) -> list[DeviceMemory]:
+        """Every device with its free and total memory, bytes."""
+        with self._channel.exclusive("devices"):
+            return [DeviceMemory(device, *devices.memory(self._channel, device)) for device in range(self._count())]
+
+    def alignment(self, device: int = 0) -> int:
+        """What a tensor's offset in a buffer of ``device`` must be a multiple of, bytes. ConfigError if there is no
+        such device.
+        """
+        with self._channel.exclusive("alignment"):
+            devices.check_device(device, self._count())
+            return devices.alignment(self._channel, device)
+
+    def max_size(self, device: int = 0) -> int:
+        """The largest buffer ``device`` gives, bytes (2^64-1: it knows no limit). ConfigError if there is no such
+        device.
+        """
+        with self._channel.exclusive("max_size"):
+            devices.check_device(device, self._count())
+            return devices.max_size(self._channel, device)
+
+    def allocate(self, nbytes: int, device: int = 0) -> RemoteBuffer:
+        """Allocate ``nbytes`` bytes on ``device``.
+
+        Raises ConfigError for a size or device that cannot be, AllocationError if the server does not have the memory.
+        """
+        with self._channel.exclusive("allocate"):
+            devices.check_device(device, self._count())
+            return devices.allocate(self._channel, nbytes, device)
+
+    def barrier(self) -> None:
+        """Wait until the server has done everything that was sent before."""
+        with self._channel.exclusive("barrier"):
+            devices.barrier(self._channel)
+
+    def push(
+        self,
+        model: ModelSource,
+        *,
+        cache: str = "auto",
+        verify: bool = False,
+        include: str | None = None,
+        progress: ProgressCallback | None = None,
+        device: int = 0,
+    ) -> PushResult:
+        """Send a model's tensors to ``device`` and return them by name, once the server has them all.
+
+        ``model`` is a path, a mapping of arrays, or what `open_model` gave. ``include`` is a regular expression
+        searched for in the names. ``cache`` says whether the server's tensor cache is asked for tensors over 10 MiB,
+        and told to keep them: ``"auto"`` if the server said that it has one, ``"always"`` (for stock servers, which
+        cannot say), ``"never"``. ``verify`` reads every tensor back and compares. ``progress(name, done, total)``, in
+        bytes of the whole push, is called after each tensor and every 64 MiB within one; it must not use this
+        connection, except to close it.
+
+        Everything that can be checked is checked before the first tensor goes: ConfigError for a bad argument,
+        ModelError for a model that cannot be read, AllocationError where the server cannot hold it. Then ModelError
+        if a file changed, PeerClosed and TransferTimeout (both with ``.tensor`` and ``.bytes_done`` of it),
+        TransportError, ProtocolError, and IntegrityError from ``verify``. After a failure the tensors are not kept.
+        """
+        return push(
+            self._channel,
+            self.server_has_cache,
+            model,
+            cache=cache,
+            verify=verify,
+            include=include,
+            progress=progress,
+            device=device,
+        )
+
+    def _count(self) -> int:
+        if self._device_count is None:
+            self._device_count = devices.device_count(self._channel)
+        return self._device_count
+
+
+def _describe(stream: ByteStream, greeting: Greeting, dialect: Dialect) -> Mapping[str, object]:
+    if not dialect.rdma:
+        offer = f"protocol {dialect.text} knows nothing else"
+    elif any(greeting.caps):
+        offer = "the server offers RDMA"
+    else:
+        offer = "the server offers nothing else"
+    return MappingProxyType(
+        {
+            "kind": stream.kind,
+            "reason": f"this release of weightwire has no other transport than TCP; {offer}",
+            **_addresses(stream),
+        }
+    )
+
+
+def _addresses(stream: ByteStream) -> dict[str, str]:
+    """This end's and the peer's address, as the system has them; empty text where it has none."""
+    found = {"local": "", "peer": ""}
+    try:
+        with socket.socket(fileno=os.dup(stream.fileno())) as twin:
+            for key, name in (("local", twin.getsockname()), ("peer", twin.getpeername())):
+                if isinstance(name, tuple):
+                    found[key] = format_endpoint(name[0], name[1])
+    except OSError:
+        pass
+    return found

@@ -1,0 +1,75 @@
+"""Read tensors back and compare them with their source, in bounded memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+
+from weightwire.client.channel import Channel
+from weightwire.client.remote import READ_CHUNK, Piece, RemoteTensor, read_pieces
+from weightwire.errors import IntegrityError, ModelError
+from weightwire.ranges import FileRange
+from weightwire.transport.memory import first_difference
+
+__all__ = ["verify_tensors"]
+
+_SHOWN = 8
+
+Source = FileRange | memoryview
+
+
+def verify_tensors(
+    channel: Channel, tensors: Sequence[RemoteTensor], sources: Sequence[Source], *, hint: Callable[[RemoteTensor], str]
+) -> None:
+    """Compare every tensor, byte for byte, with its source; at most two chunks of `READ_CHUNK` bytes are held.
+
+    Raises IntegrityError for the first difference (its ``hint`` comes from the callback), with the connection still
+    in step, and ModelError where the source cannot be read. For a caller inside `Channel.exclusive` with nothing
+    outstanding.
+    """
+    longest = min(max((tensor.nbytes for tensor in tensors), default=0), READ_CHUNK)
+    received = memoryview(bytearray(longest))
+    scratch = memoryview(bytearray(longest))
+    source_of = {id(tensor): source for tensor, source in zip(tensors, sources, strict=True)}
+    wanted = (
+        Piece(tensor, start, received[: min(READ_CHUNK, tensor.nbytes - start)])
+        for tensor in tensors
+        for start in range(0, tensor.nbytes, READ_CHUNK)
+    )
+    for piece in read_pieces(channel, wanted):
+        current = piece.tensor
+        expected = _bytes_at(source_of[id(current)], piece.offset, scratch[: piece.into.nbytes])
+        at = first_difference(piece.into, expected)
+        if at >= 0:
+            theirs = bytes(piece.into[at : at + _SHOWN])
+            ours = bytes(expected[at : at + _SHOWN])
+            channel.settle()
+            raise IntegrityError(
+                f"tensor {current.name!r} came back different: at byte {piece.offset + at} of {current.nbytes} "
+                f"the server has {theirs.hex(' ')}, expected {ours.hex(' ')}",
+                name=current.name,
+                expected=ours.hex(" "),
+                actual=theirs.hex(" "),
+                hint=hint(current),
+            )
+
+
+def _bytes_at(source: Source, offset: int, scratch: memoryview) -> memoryview:
+    """As many bytes as ``scratch`` holds from byte ``offset`` of ``source``, in ``scratch`` or where they are.
+
+    A file is read, not mapped: a mapping of a file that was cut short kills the process.
+    """
+    if isinstance(source, memoryview):
+        return source[offset : offset + scratch.nbytes]
+    done = 0
+    while done < scratch.nbytes:
+        try:
+            got = os.preadv(source.fd, [scratch[done:]], source.offset + offset + done)
+        except OSError as error:
+            raise ModelError(
+                f"cannot read: {error.strerror}", path=source.path, offset=source.offset + offset
+            ) from error
+        if got == 0:
+            raise ModelError("file is shorter than when opened", path=source.path, offset=source.offset + offset + done)
+        done += got
+    return scratch

@@ -1,0 +1,204 @@
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from support.scripted import ScriptedServer, StandIn
+
+from weightwire import Connection, connect
+from weightwire.client.remote import READ_CHUNK
+from weightwire.errors import AllocationError, ConfigError, ProtocolError, TransportError
+
+
+@pytest.fixture
+def server() -> StandIn:
+    return StandIn(capacity=64 << 20)
+
+
+@pytest.fixture
+def connection(server: StandIn) -> Iterator[Connection]:
+    with ScriptedServer(server) as scripted, connect(scripted.endpoint, timeout=20) as connection:
+        yield connection
+
+
+def test_ranges_are_written_and_read(connection: Connection, server: StandIn) -> None:
+    buffer = connection.allocate(4096)
+    tensor = buffer.tensor("t", "f32", (10, 3), offset=256)
+    tensor.write(np.arange(30, dtype="f4"))
+    tensor.write(b"\xff\xff\xff\xff", offset=4)
+    assert tensor.read(0, 8).tobytes() == b"\0\0\0\0\xff\xff\xff\xff"
+    assert tensor.read(116).tobytes() == struct.pack("<f", 29.0)
+    assert tensor.read().nbytes == 120
+    assert tensor.read(120).nbytes == 0
+    into = bytearray(12)
+    tensor.read_into(into, 8)
+    assert into == np.arange(2, 5, dtype="f4").tobytes()
+    assert tensor.numpy().shape == (3, 10)
+    assert tensor.numpy().dtype == np.float32
+    assert all(message.payload[296] == 0 for message in server.of(6)), "ranges never go into the cache"
+
+
+def test_long_reads_come_in_bounded_answers(connection: Connection, server: StandIn) -> None:
+    nbytes = 3 * READ_CHUNK + 5
+    tensor = connection.allocate(nbytes).tensor("t", "i8", (nbytes,))
+    data = np.random.default_rng(1).bytes(nbytes)
+    tensor.write(data)
+    assert tensor.read().tobytes() == data
+    assert tensor.read(7, 2 * READ_CHUNK).tobytes() == data[7 : 7 + 2 * READ_CHUNK]
+    sizes = [struct.unpack_from("<Q", message.payload, 304)[0] for message in server.of(8)]
+    assert max(sizes) == READ_CHUNK
+
+
+@pytest.mark.parametrize(
+    ("offset", "nbytes"), [(-1, 1), (0, -1), (0, 121), (121, 0), (120, 1), (2**63, 1), (1, 2**64 - 1), (2**64, 0)]
+)
+def test_ranges_outside_the_tensor_are_never_sent(
+    connection: Connection, server: StandIn, offset: int, nbytes: int
+) -> None:
+    """A stock server aborts on them."""
+    tensor = connection.allocate(4096).tensor("t", "f32", (30,))
+    before = len(server.requests)
+    with pytest.raises(ConfigError, match="not inside tensor 't'"):
+        tensor.read(offset, nbytes)
+    connection.barrier()
+    assert server.commands[before:] == [1]
+
+
+def test_writes_past_the_tensor_are_never_sent(connection: Connection, server: StandIn) -> None:
+    tensor = connection.allocate(4096).tensor("t", "f32", (30,))
+    for data, offset in ((bytes(121), 0), (b"x", 120), (b"xx", -1)):
+        with pytest.raises(ConfigError):
+            tensor.write(data, offset)
+    with pytest.raises(ConfigError):
+        tensor.read_into(bytearray(121))
+    tensor.write(b"", 120)
+    connection.barrier()
+    assert not server.of(6)
+
+
+def test_buffers_that_cannot_be_used(connection: Connection) -> None:
+    tensor = connection.allocate(4096).tensor("t", "i8", (8, 8))
+    with pytest.raises(ConfigError, match="contiguous"):
+        tensor.write(np.zeros((8, 8), np.uint8)[:, ::2])
+    with pytest.raises(ConfigError, match="read-only"):
+        tensor.read_into(bytes(8))
+    with pytest.raises(ConfigError, match="no bytes"):
+        tensor.write(object())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("kind", "ne", "offset"),
+    [
+        ("f32", (1025,), 0),
+        ("f32", (1024,), 1),
+        ("f32", (4,), -16),
+        ("f32", (4,), 4096),
+        ("i8", (2**63, 4), 0),
+        ("q4_0", (33,), 0),
+        ("q9_9", (32,), 0),
+        (4, (32,), 0),
+        (999, (32,), 0),
+        ("f32", (-4, -4), 0),
+    ],
+)
+def test_tensors_that_cannot_be(connection: Connection, kind: int | str, ne: tuple[int, ...], offset: int) -> None:
+    with pytest.raises(ConfigError):
+        connection.allocate(4096).tensor("t", kind, ne, offset)
+
+
+def test_types_without_numpy(connection: Connection) -> None:
+    tensor = connection.allocate(4096).tensor("t", "q4_K", (256,))
+    assert tensor.nbytes == 144
+    with pytest.raises(ConfigError, match="q4_K"):
+        tensor.numpy()
+    assert tensor.read().nbytes == 144
+
+
+def test_free_gives_memory_back_once(connection: Connection, server: StandIn) -> None:
+    buffer = connection.allocate(4096)
+    tensor = buffer.tensor("t", "f32", (4,))
+    buffer.free()
+    buffer.free()
+    connection.barrier()
+    assert server.freed == [buffer.handle]
+    assert buffer.freed
+    for use in (tensor.read, tensor.numpy, lambda: tensor.write(b"x"), lambda: buffer.tensor("u", "f32", (1,))):
+        with pytest.raises(ConfigError, match="freed"):
+            use()
+
+
+def test_after_close_everything_says_so(connection: Connection) -> None:
+    buffer = connection.allocate(4096)
+    tensor = buffer.tensor("t", "f32", (4,))
+    connection.close()
+    connection.close()
+    assert connection.closed
+    buffer.free()
+    for use in (
+        tensor.read,
+        connection.barrier,
+        connection.devices,
+        lambda: tensor.write(b"x"),
+        lambda: connection.push({}),
+    ):
+        with pytest.raises(TransportError, match="is closed"):
+            use()
+
+
+@pytest.mark.parametrize("nbytes", [0, -1, 2**63, 2**64, 1.5])
+def test_sizes_that_cannot_be_allocated_are_not_asked_for(connection: Connection, server: StandIn, nbytes: int) -> None:
+    with pytest.raises(ConfigError, match="nbytes"):
+        connection.allocate(nbytes)
+    assert 0 not in server.commands
+
+
+def test_a_server_without_memory(connection: Connection, server: StandIn) -> None:
+    held = connection.allocate(60 << 20)
+    with pytest.raises(AllocationError, match="device 0") as caught:
+        connection.allocate(5 << 20)
+    assert caught.value.nbytes == 5 << 20
+    assert str(4 << 20) in caught.value.hint
+    assert str(64 << 20) in caught.value.hint
+    held.free()
+    assert connection.allocate(5 << 20).nbytes == 5 << 20
+
+
+@pytest.mark.parametrize("device", [1, -1, 2**32, "0"])
+def test_devices_that_are_not_there(connection: Connection, device: int) -> None:
+    for use in (connection.alignment, connection.max_size, connection.device_memory):
+        with pytest.raises(ConfigError, match="device"):
+            use(device)
+    with pytest.raises(ConfigError, match="device"):
+        connection.allocate(1, device)
+
+
+@pytest.mark.parametrize("protocol", [(2, 0, 0), (7, 0, 0)])
+def test_devices(protocol: tuple[int, int, int]) -> None:
+    server = StandIn(protocol, capacity=1000, alignment=32)
+    with ScriptedServer(server, server) as scripted, connect(scripted.endpoint, timeout=20) as connection:
+        connection.allocate(100)
+        assert connection.device_count() == 1
+        assert connection.devices() == [(0, 900, 1000)]
+        assert connection.device_memory() == (900, 1000)
+        assert connection.alignment() == 32
+        assert connection.max_size() == 2**64 - 1
+        assert connection.transport["kind"] == "tcp"
+        assert connection.transport["peer"] == scripted.endpoint
+        assert "TCP" in str(connection.transport["reason"])
+
+
+@pytest.mark.parametrize("alignment", [0, 3, 2**63])
+def test_alignments_that_make_no_sense(server: StandIn, connection: Connection, alignment: int) -> None:
+    server.alignment = alignment
+    with pytest.raises(ProtocolError, match="alignment"):
+        connection.push({"w": np.ones(4, "f4")})
+    assert connection.closed
+    assert 0 not in server.commands
+
+
+def test_a_maximum_of_zero(server: StandIn, connection: Connection) -> None:
+    server.max_size = 0
+    with pytest.raises(ProtocolError, match="0 bytes"):
+        connection.max_size()
