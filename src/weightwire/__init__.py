@@ -1,0 +1,64 @@
+"""weightwire moves model weights to the machines that will run them, over the ggml RPC protocol.
+
+The public names, nothing else; each is imported when first used, so that ``import weightwire`` costs next to nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from weightwire.cache import TensorCache
+    from weightwire.client import Connection, RemoteTensor, connect
+    from weightwire.errors import WeightwireError
+    from weightwire.hashing import fnv1a64, fnv1a64_many
+    from weightwire.model import open_model
+    from weightwire.profile import LoadProfile
+    from weightwire.server import Destination, ServedTensor, Server
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Connection",
+    "Destination",
+    "LoadProfile",
+    "RemoteTensor",
+    "ServedTensor",
+    "Server",
+    "TensorCache",
+    "WeightwireError",
+    "__version__",
+    "connect",
+    "fnv1a64",
+    "fnv1a64_many",
+    "open_model",
+]
+
+_HOME = {
+    "Connection": "client",
+    "Destination": "server",
+    "LoadProfile": "profile",
+    "RemoteTensor": "client",
+    "ServedTensor": "server",
+    "Server": "server",
+    "TensorCache": "cache",
+    "WeightwireError": "errors",
+    "connect": "client",
+    "fnv1a64": "hashing",
+    "fnv1a64_many": "hashing",
+    "open_model": "model",
+}
+
+
+def __getattr__(name: str) -> object:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value: object = getattr(import_module(f"{__name__}.{home}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,159 @@
+"""``weightwire demo``: the whole job on one machine, every byte checked."""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import click
+
+from weightwire.cli.embedded import EmbeddedServer
+from weightwire.cli.failures import ENVIRONMENT, Failure, as_usage, cannot_here
+from weightwire.cli.options import SIZE, json_output, quiet, timeout
+from weightwire.cli.output import human_bytes, line, note, object_, printable
+from weightwire.cli.progress import Progress, choose_display
+from weightwire.cli.report import push_lines, push_object
+from weightwire.cli.signals import deferred_signals, raising_on_sigterm
+from weightwire.config import ClientConfig, parse_size
+from weightwire.errors import ConfigError, IntegrityError, ModelError
+
+__all__ = ["demo"]
+
+DEFAULT_SIZE = parse_size("1GiB")
+# What the two processes need beside the tensors, and a file beside its tensors' bytes.
+MEMORY_BESIDE = parse_size("256MiB")
+DISK_BESIDE = parse_size("16MiB")
+
+
+@click.command()
+@click.argument("model", metavar="[MODEL]", required=False)
+@click.option("--size", type=SIZE, metavar="SIZE", help="Size of the generated model, such as 512MiB. [default: 1GiB]")
+@click.option("--keep", is_flag=True, help="Keep the generated model and say where it is.")
+@timeout
+@json_output
+@quiet
+def demo(model: str | None, size: int | None, keep: bool, timeout: float | None, as_json: bool, quiet: bool) -> None:
+    """Push a model to a server on this machine and verify every byte.
+
+    Starts a server in a process of its own, pushes MODEL to it, reads everything back and says what the time went on.
+    Without MODEL a GGUF file is generated: 876 tensors, sized like those of a 27B model scaled to --size.
+    """
+    if model is not None and (size is not None or keep):
+        raise ConfigError("--size and --keep are for the generated model", hint="leave them out, or leave out MODEL")
+    config = ClientConfig.resolve(timeout=timeout)
+    with raising_on_sigterm(), ExitStack() as stack:
+        if model is None:
+            path, generated = _generate(stack, size or DEFAULT_SIZE, keep, quiet)
+        else:
+            path, generated = model, None
+        report, texts = _run(path, config, quiet)
+    report = {"model": path, "generated": generated is not None, "kept": bool(generated and keep)} | report
+    if as_json:
+        object_(report)
+        return
+    if generated is not None:
+        where = f", kept at {path}" if keep else ""
+        line(f"model: generated in {generated:.2f} s{printable(where)}")
+    else:
+        line(f"model: {printable(path)}")
+    for text in texts:
+        line(text)
+
+
+def _generate(stack: ExitStack, size: int, keep: bool, quiet: bool) -> tuple[str, float]:
+    """Write the synthetic model to a directory that goes with ``stack``; its path, and the seconds it took."""
+    from weightwire.model.synthetic import MIN_NBYTES, write_synthetic_gguf
+
+    if size < MIN_NBYTES:
+        raise ConfigError(f"--size: {size} bytes is less than {human_bytes(MIN_NBYTES)}", hint="876 tensors need room")
+    # It tries out where it can write, and would leave a file behind.
+    with deferred_signals():
+        parent = tempfile.gettempdir()
+    _check_disk(parent, size)
+    _check_memory(size)
+    directory = Path(parent, f"weightwire-demo-{secrets.token_hex(8)}")
+    kept = stack.enter_context(ExitStack())
+    # Before there is something to remove, so that no interrupt comes between the two.
+    kept.callback(_remove, directory)
+    with cannot_here("set TMPDIR to a directory that can be written"):
+        try:
+            directory.mkdir(0o700)
+        except FileExistsError:
+            kept.pop_all()
+            raise
+    path = str(directory / "synthetic.gguf")
+    started = time.monotonic()
+    try:
+        with Progress("generating", size, choose_display(quiet)) as progress:
+            write_synthetic_gguf(path, size, progress=progress.report)
+    except ModelError as error:
+        raise Failure(
+            error, ENVIRONMENT, hint="set TMPDIR to a directory with room, or choose a smaller --size"
+        ) from error
+    if keep:
+        kept.pop_all()
+    return path, time.monotonic() - started
+
+
+def _run(path: str, config: ClientConfig, quiet: bool) -> tuple[dict[str, Any], list[str]]:
+    """Serve, push and verify ``path``; what there is to say about it, as an object and as lines."""
+    from weightwire.client import connect
+    from weightwire.model import open_model
+
+    with as_usage():
+        opened = open_model(path)
+    with opened:
+        _check_memory(opened.nbytes)
+        with (
+            EmbeddedServer() as server,
+            connect(server.endpoint, timeout=config.timeout) as connection,
+            Progress("pushing", opened.nbytes, choose_display(quiet), then="verifying") as progress,
+        ):
+            result = connection.push(opened, cache="never", verify=True, progress=progress.report)
+            summary = result.summary
+            if not summary.verified:
+                raise IntegrityError("the push ended without having verified every byte")
+            return push_object(connection, summary), [*push_lines(connection, summary), *summary.profile.lines()]
+
+
+def _check_disk(directory: str, size: int) -> None:
+    try:
+        free = shutil.disk_usage(directory).free
+    except OSError as error:
+        raise Failure(error, ENVIRONMENT, detail=f"{directory}: {error.strerror}", hint="set TMPDIR") from error
+    needed = size + DISK_BESIDE
+    if free < needed:
+        raise _too_small(
+            f"{directory} has {free} bytes free ({human_bytes(free)}), "
+            f"the model needs {needed} ({human_bytes(needed)})",
+            "set TMPDIR to a directory with room, or choose a smaller --size",
+        )
+
+
+def _check_memory(size: int) -> None:
+    from weightwire.transport.memory import available_memory
+
+    available = available_memory()
+    needed = size + MEMORY_BESIDE
+    if available < needed:
+        raise _too_small(
+            f"{available} bytes of memory are available ({human_bytes(available)}), the server needs {needed} "
+            f"({human_bytes(needed)}) to hold the model",
+            "choose a smaller --size or model, or free memory",
+        )
+
+
+def _too_small(detail: str, hint: str) -> Failure:
+    return Failure(MemoryError(detail), ENVIRONMENT, detail=detail, hint=hint, kind="NotEnoughRoom")
+
+
+def _remove(directory: Path) -> None:
+    with deferred_signals():
+        shutil.rmtree(directory, ignore_errors=True)
+    if directory.exists():
+        note(f"weightwire: could not remove {directory}")

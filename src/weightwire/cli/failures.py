@@ -1,0 +1,175 @@
+"""From what went wrong to an exit code and two lines that say it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import click
+
+from weightwire.cli.output import StdoutClosed, StdoutFailed, note, object_, printable
+from weightwire.errors import (
+    AllocationError,
+    ConfigError,
+    IntegrityError,
+    ModelError,
+    PeerClosed,
+    TransferTimeout,
+    TransportError,
+    VersionError,
+    WeightwireError,
+)
+
+__all__ = [
+    "CONTENT",
+    "ENVIRONMENT",
+    "FAILED",
+    "INTERRUPTED",
+    "PIPE_CLOSED",
+    "TERMINATED",
+    "USAGE",
+    "Failure",
+    "as_failure",
+    "as_usage",
+    "cannot_here",
+    "debug",
+    "say",
+]
+
+FAILED = 1
+USAGE = 2
+ENVIRONMENT = 3
+CONTENT = 4
+INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
+PIPE_CLOSED = 141  # 128 + SIGPIPE
+TERMINATED = 143  # 128 + SIGTERM
+
+
+class Failure(Exception):
+    """A verb ended without doing what it was asked.
+
+    ``error`` is why, ``code`` the exit code, ``kind`` the error's name.
+
+    It is deliberately not an OSError: click ends a program silently on the ones it takes for a closed pipe.
+    """
+
+    def __init__(self, error: BaseException, code: int, *, detail: str = "", hint: str = "", kind: str = "") -> None:
+        super().__init__(detail or str(error))
+        self.error = error
+        self.code = code
+        self.kind = kind or type(error).__name__
+        self.detail = detail or getattr(error, "detail", "") or str(error) or type(error).__name__
+        self.hint = hint or getattr(error, "hint", "")
+
+
+def as_failure(error: Exception) -> Failure:
+    """Give ``error`` the exit code that docs/configuration.md promises for it."""
+    if isinstance(error, Failure):
+        return error
+    if isinstance(error, click.UsageError):
+        context = error.ctx
+        hint = f"try '{context.command_path} --help'" if context is not None else "try 'weightwire --help'"
+        return Failure(error, USAGE, detail=error.format_message(), hint=hint, kind="UsageError")
+    if isinstance(error, click.ClickException):
+        return Failure(error, USAGE, detail=error.format_message(), kind="UsageError")
+    if isinstance(error, ConfigError):
+        return Failure(error, USAGE)
+    if isinstance(error, IntegrityError):
+        return Failure(error, CONTENT)
+    if isinstance(error, StdoutFailed):
+        return Failure(error, ENVIRONMENT)
+    if isinstance(error, WeightwireError):
+        # Including a ModelError: one raised before the transfer has been turned into a usage failure already.
+        return Failure(error, FAILED)
+    if isinstance(error, MemoryError):
+        return Failure(error, ENVIRONMENT, detail="this machine has not enough memory for that")
+    if isinstance(error, OSError):
+        where = f"{error.filename}: " if error.filename else ""
+        return Failure(error, ENVIRONMENT, detail=f"{where}{error.strerror or error}")
+    return Failure(
+        error,
+        FAILED,
+        detail=f"internal error: {type(error).__name__}: {error}",
+        hint="this is a defect in weightwire; WEIGHTWIRE_DEBUG=1 shows where it happened",
+        kind="InternalError",
+    )
+
+
+@contextmanager
+def as_usage() -> Iterator[None]:
+    """Inside: what the command line named is opened. A model that cannot be read there is the caller's mistake."""
+    try:
+        yield
+    except ModelError as error:
+        raise Failure(error, USAGE) from error
+    except OSError as error:
+        if isinstance(error, WeightwireError):
+            raise
+        raise Failure(error, USAGE, detail=f"{error.filename or 'model'}: {error.strerror or error}") from error
+
+
+@contextmanager
+def cannot_here(hint: str = "") -> Iterator[None]:
+    """Inside: something of this machine is claimed, such as a port. Being refused is the environment's doing."""
+    try:
+        yield
+    except (TransportError, AllocationError) as error:
+        raise Failure(error, ENVIRONMENT, hint=error.hint or hint) from error
+    except OSError as error:
+        if isinstance(error, WeightwireError):
+            raise
+        failure = as_failure(error)
+        raise Failure(error, ENVIRONMENT, detail=failure.detail, hint=hint) from error
+
+
+def debug() -> bool:
+    """Whether the environment asks for tracebacks (WEIGHTWIRE_DEBUG set to anything but empty or 0)."""
+    return os.environ.get("WEIGHTWIRE_DEBUG", "") not in ("", "0")
+
+
+def say(failure: Failure, *, json: bool) -> int:
+    """Report ``failure`` on stderr, and with ``json`` as an object on stdout too; return its exit code."""
+    if debug():
+        traceback.print_exception(failure.error, file=sys.stderr)
+    note(f"weightwire: error: {_one_line(failure.detail)}")
+    if failure.hint:
+        note(f"weightwire: hint: {_one_line(failure.hint)}")
+    if json:
+        # Where stdout is gone, the exit code and stderr have said it already.
+        with suppress(StdoutClosed, StdoutFailed):
+            object_({"error": _facts(failure)})
+    return failure.code
+
+
+def _facts(failure: Failure) -> dict[str, Any]:
+    error = failure.error
+    facts: dict[str, Any] = {
+        "type": failure.kind,
+        "detail": failure.detail,
+        "hint": failure.hint,
+        "exit_code": failure.code,
+    }
+    names: tuple[str, ...] = ()
+    if isinstance(error, ModelError):
+        names = ("path", "offset")
+    elif isinstance(error, IntegrityError):
+        names = ("name", "expected", "actual")
+    elif isinstance(error, AllocationError):
+        names = ("nbytes",)
+    elif isinstance(error, VersionError):
+        names = ("ours", "theirs")
+    elif isinstance(error, TransferTimeout):
+        names = ("phase", "elapsed", "tensor", "bytes_done")
+    elif isinstance(error, PeerClosed):
+        names = ("endpoint", "operation", "position", "tensor", "bytes_done")
+    elif isinstance(error, TransportError):
+        names = ("endpoint", "operation", "errno")
+    return facts | {name: getattr(error, name) for name in names}
+
+
+def _one_line(text: str) -> str:
+    return printable(" ".join(text.split()))

@@ -1,0 +1,67 @@
+"""``weightwire push``: a model to a server."""
+
+from __future__ import annotations
+
+import click
+
+from weightwire.cli.failures import as_usage
+from weightwire.cli.options import check_protocol, include, json_output, protocol, quiet, timeout
+from weightwire.cli.output import line, object_
+from weightwire.cli.progress import Progress, choose_display
+from weightwire.cli.report import push_lines, push_object
+from weightwire.config import CACHE_MODES, ClientConfig
+
+__all__ = ["push"]
+
+
+@click.command()
+@click.argument("model", metavar="MODEL")
+@click.argument("endpoint", metavar="HOST:PORT")
+@click.option(
+    "--cache",
+    type=click.Choice(CACHE_MODES),
+    help="Ask the server's tensor cache first: auto does if the server says it has one, always is for stock servers "
+    "started with -c, which cannot say. [WEIGHTWIRE_CACHE; default: auto]",
+)
+@include
+@click.option("--verify", is_flag=True, help="Read every tensor back and compare.")
+@timeout
+@protocol
+@json_output
+@quiet
+def push(
+    model: str,
+    endpoint: str,
+    cache: str | None,
+    include: str | None,
+    verify: bool,
+    timeout: float | None,
+    protocol: str | None,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Push the tensors of MODEL to the server at HOST:PORT.
+
+    MODEL is a GGUF or safetensors file, any file of a split one, or a folder with one model in it. It is checked before
+    anything is sent.
+
+    Unless the server retains tensors, they last as long as this command's connection; what lasts is its cache.
+    """
+    from weightwire.client import connect
+    from weightwire.model import open_model
+
+    config = ClientConfig.resolve(timeout=timeout, protocol=protocol, cache=cache)
+    check_protocol(config.protocol)
+    with as_usage():
+        opened = open_model(model)
+    with opened, connect(endpoint, timeout=config.timeout, protocol=config.protocol) as connection:
+        then = "verifying" if verify else ""
+        with Progress("pushing", opened.nbytes, choose_display(quiet), then=then) as progress:
+            result = connection.push(
+                opened, cache=config.cache, verify=verify, include=include, progress=progress.report
+            )
+        if as_json:
+            object_(push_object(connection, result.summary))
+        else:
+            for text in push_lines(connection, result.summary):
+                line(text)

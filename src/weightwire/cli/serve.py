@@ -1,0 +1,182 @@
+"""``weightwire serve``: take weights from whoever connects."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import select
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any, Self
+
+import click
+
+from weightwire.cli.failures import ENVIRONMENT, INTERRUPTED, Failure, cannot_here
+from weightwire.cli.options import SIZE, VERSION, check_protocol, json_output
+from weightwire.cli.output import line, object_
+from weightwire.config import RETAIN_MODES, ServerConfig
+from weightwire.errors import ConfigError
+
+__all__ = ["serve"]
+
+
+@click.command()
+@click.option("--host", metavar="H", help="Address to listen on. [WEIGHTWIRE_SERVER_HOST; default: 127.0.0.1]")
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    metavar="P",
+    help="Port to listen on; 0 takes a free one. [WEIGHTWIRE_SERVER_PORT; default: 50052]",
+)
+@click.option(
+    "--cache",
+    metavar="DIR",
+    help="Keep a tensor cache in DIR itself, in stock form. [WEIGHTWIRE_SERVER_CACHE; default: no cache]",
+)
+@click.option(
+    "--protocol",
+    type=VERSION,
+    metavar="V",
+    help="Protocol version to speak, 1.0 to 8.0. [WEIGHTWIRE_SERVER_PROTOCOL; default: 7.0.0]",
+)
+@click.option(
+    "--retain",
+    type=click.Choice(RETAIN_MODES),
+    help="Keep tensors while their client is connected, or as long as this process runs. "
+    "[WEIGHTWIRE_SERVER_RETAIN; default: connection]",
+)
+@click.option(
+    "--memory",
+    type=SIZE,
+    metavar="SIZE",
+    help="Give out at most this much memory, such as 16GiB. [WEIGHTWIRE_SERVER_MEMORY; default: what is available]",
+)
+@click.option("--lifeline", is_flag=True, hidden=True, help="End when stdin ends: for a parent that may be killed.")
+@json_output
+def serve(
+    host: str | None,
+    port: int | None,
+    cache: str | None,
+    protocol: str | None,
+    retain: str | None,
+    memory: int | None,
+    lifeline: bool,
+    as_json: bool,
+) -> None:
+    """Store the weights that clients push, until SIGTERM or Ctrl-C.
+
+    Prints the endpoint it listens on, one line each, as soon as clients can connect. The protocol has neither
+    authentication nor encryption: listen on trusted networks only.
+    """
+    from weightwire.server import Server
+
+    config = ServerConfig.resolve(host=host, port=port, cache=cache, protocol=protocol, retain=retain, memory=memory)
+    directory = _cache_directory(config.cache) if config.cache is not None else None
+    check_protocol(config.protocol)
+    with _Stop() as stop:
+        with cannot_here("choose another --port (0 takes a free one); --host must be an address of this machine"):
+            server = Server(
+                config.host,
+                config.port,
+                cache=directory,
+                protocol=config.protocol,
+                retain=config.retain,
+                memory=config.memory,
+            )
+            server.start()
+        try:
+            _announce(server, config, as_json)
+            stop.wait(lifeline=lifeline)
+        finally:
+            server.close()
+    if stop.signals[:1] == [signal.SIGINT]:
+        sys.exit(INTERRUPTED)
+
+
+def _announce(server: Any, config: ServerConfig, as_json: bool) -> None:
+    endpoints = list(server.endpoints)
+    if not as_json:
+        for endpoint in endpoints:
+            line(endpoint)
+        return
+    object_(
+        {
+            "endpoint": endpoints[0],
+            "endpoints": endpoints,
+            "port": server.port,
+            "protocol": config.protocol,
+            "cache": config.cache,
+            "retain": config.retain,
+            "memory": config.memory,
+            "pid": os.getpid(),
+        }
+    )
+
+
+def _cache_directory(text: str) -> Path:
+    """Make the cache directory if need be and see that entries can be written there."""
+    directory = Path(text).expanduser()
+    if directory.exists() and not directory.is_dir():
+        raise ConfigError(
+            f"--cache: {directory} is not a directory", hint="name a directory, or a new path to create one"
+        )
+    hint = "name a directory that this user may write to"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Failure(
+            error, ENVIRONMENT, detail=f"--cache: cannot create {directory}: {error.strerror}", hint=hint
+        ) from error
+    if not os.access(directory, os.R_OK | os.W_OK | os.X_OK):
+        refused = PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(directory))
+        raise Failure(refused, ENVIRONMENT, detail=f"--cache: cannot write to {directory}", hint=hint)
+    return directory
+
+
+class _Stop:
+    """Wait for a signal that ends the server.
+
+    Handlers only write to a pipe: one that took a lock could find the thread it interrupts holding it. A SIGINT that is
+    being ignored, as a shell arranges for its background jobs, stays ignored.
+    """
+
+    def __init__(self) -> None:
+        self.signals: list[int] = []
+        self._reader, self._writer = os.pipe()
+        os.set_blocking(self._writer, False)
+        self._before = {
+            number: signal.signal(number, self._note)
+            for number in (signal.SIGTERM, signal.SIGINT)
+            if signal.getsignal(number) is not signal.SIG_IGN
+        }
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        os.close(self._reader)
+        os.close(self._writer)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.signals.append(number)
+        # A pipe that is full of signals ends the wait anyway.
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._writer, b"!")
+
+    def wait(self, *, lifeline: bool) -> None:
+        """Return at a signal, or with ``lifeline`` when stdin ends, as it does however its holder dies."""
+        watched = [self._reader, 0] if lifeline else [self._reader]
+        while True:
+            ready, _, _ = select.select(watched, [], [])
+            if self._reader in ready:
+                return
+            try:
+                if not os.read(0, 4096):
+                    return
+            except OSError:
+                return

@@ -1,0 +1,205 @@
+"""Settings: an argument wins over the environment, the environment over the default.
+
+Each setting is one field of a frozen dataclass; :meth:`resolve` builds the whole from keyword arguments (``None`` means
+"not given") and an environment mapping. A value that cannot be used raises :class:`~weightwire.errors.ConfigError`,
+which names the variable or the option it came from. docs/configuration.md lists every name.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Self, TypeVar
+
+from weightwire.errors import ConfigError
+
+__all__ = [
+    "CACHE_MODES",
+    "DEFAULT_PORT",
+    "RETAIN_MODES",
+    "ClientConfig",
+    "ServerConfig",
+    "parse_choice",
+    "parse_port",
+    "parse_seconds",
+    "parse_size",
+    "parse_version",
+]
+
+DEFAULT_PORT = 50052
+CACHE_MODES = ("auto", "always", "never")
+RETAIN_MODES = ("connection", "process")
+
+_T = TypeVar("_T")
+_UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*(?:([kmgt])?(i?b)?)", re.IGNORECASE)
+_VERSION = re.compile(r"\d{1,3}\.\d{1,3}(?:\.\d{1,3})?")
+_MAX_BYTES = (1 << 63) - 1
+_MAX_SECONDS = 86_400.0 * 365
+
+
+def parse_size(text: str) -> int:
+    """Turn ``"512MiB"``, ``"1GiB"``, ``"2G"`` or ``"4096"`` into bytes.
+
+    Units are powers of 1024 however they are spelled (``G``, ``GB`` and ``GiB`` are the same), in either case; a
+    fraction is allowed (``"1.5G"``) and rounded down to a byte. Raises ValueError for anything else, for zero, and for
+    more than 2^63-1 bytes.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"{text!r} is not a size such as 512MiB, 1GiB or 2G")
+    number, unit, _ = match.groups()
+    scale = 1 << (10 * _UNITS[(unit or "").lower()])
+    nbytes = int(number) * scale if number.isdigit() else int(float(number) * scale)
+    if not 0 < nbytes <= _MAX_BYTES:
+        raise ValueError(f"{text!r} is not a size between 1 byte and 2^63-1 bytes")
+    return nbytes
+
+
+def parse_seconds(text: str) -> float:
+    """Turn ``"30"`` or ``"0.5"`` into seconds. Raises ValueError unless more than 0 and at most a year."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is not a number of seconds") from None
+    if not 0 < seconds <= _MAX_SECONDS:
+        raise ValueError(f"{text!r} is not a number of seconds above 0 and at most a year")
+    return seconds
+
+
+def parse_port(text: str) -> int:
+    """Turn ``"50052"`` into a TCP port; 0 asks the system for a free one. Raises ValueError outside 0 to 65535."""
+    if not re.fullmatch(r"[0-9]{1,5}", text.strip()) or int(text) > 65535:
+        raise ValueError(f"{text!r} is not a port between 0 and 65535")
+    return int(text)
+
+
+def parse_version(text: str) -> str:
+    """Check a protocol version such as ``"7.0"`` or ``"7.0.0"`` for its form. Raises ValueError otherwise."""
+    if not _VERSION.fullmatch(text.strip()):
+        raise ValueError(f"{text!r} is not a protocol version such as 7.0.0")
+    return text.strip()
+
+
+def parse_choice(choices: tuple[str, ...]) -> Callable[[str], str]:
+    """Make a parser that takes one of ``choices``, in any case, and raises ValueError for anything else."""
+
+    def parse(text: str) -> str:
+        word = text.strip().lower()
+        if word not in choices:
+            raise ValueError(f"{text!r} is not one of {', '.join(choices)}")
+        return word
+
+    return parse
+
+
+def _text(text: str) -> str:
+    if not text.strip():
+        raise ValueError("it is empty")
+    return text
+
+
+def _resolve(
+    cls: type[_T],
+    arguments: Mapping[str, Any],
+    environ: Mapping[str, str] | None,
+    sources: Mapping[str, tuple[str, Callable[[str], Any]]],
+) -> _T:
+    environ = os.environ if environ is None else environ
+    names = {field.name for field in fields(cls)}  # type: ignore[arg-type]
+    values: dict[str, Any] = {}
+    for name, value in arguments.items():
+        if name not in names:
+            raise ConfigError(f"unknown setting {name!r}", hint=f"known ones: {', '.join(sorted(names))}")
+        if value is not None:
+            values[name] = value
+    for name, (variable, parse) in sources.items():
+        if name in values or variable not in environ:
+            continue
+        try:
+            values[name] = parse(environ[variable])
+        except ValueError as error:
+            raise ConfigError(
+                f"environment variable {variable}: {error}",
+                hint=f"correct or unset {variable}; see docs/configuration.md",
+            ) from None
+    return cls(**values)
+
+
+@dataclass(frozen=True, slots=True)
+class ClientConfig:
+    """What a client needs to know.
+
+    ``timeout`` in seconds, ``protocol`` (``None``: what the server says in HELLO), and whether the server's tensor
+    ``cache`` is asked (``"auto"``, ``"always"`` or ``"never"``).
+    """
+
+    timeout: float = 30.0
+    protocol: str | None = None
+    cache: str = "auto"
+
+    @classmethod
+    def resolve(
+        cls,
+        *,
+        timeout: float | None = None,
+        protocol: str | None = None,
+        cache: str | None = None,
+        environ: Mapping[str, str] | None = None,
+    ) -> Self:
+        """Settle the client's settings. Raises ConfigError naming the variable that cannot be used."""
+        return _resolve(
+            cls,
+            {"timeout": timeout, "protocol": protocol, "cache": cache},
+            environ,
+            {
+                "timeout": ("WEIGHTWIRE_TIMEOUT", parse_seconds),
+                "protocol": ("WEIGHTWIRE_PROTOCOL", parse_version),
+                "cache": ("WEIGHTWIRE_CACHE", parse_choice(CACHE_MODES)),
+            },
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """What a server needs to know.
+
+    The address it listens on, the directory of its tensor ``cache`` (``None``: none), the ``protocol`` it speaks, how
+    long it keeps tensors (``retain``), and how many bytes of ``memory`` it gives out (``None``: what is available).
+    """
+
+    host: str = "127.0.0.1"
+    port: int = DEFAULT_PORT
+    cache: str | None = None
+    protocol: str = "7.0.0"
+    retain: str = "connection"
+    memory: int | None = None
+
+    @classmethod
+    def resolve(
+        cls,
+        *,
+        host: str | None = None,
+        port: int | None = None,
+        cache: str | None = None,
+        protocol: str | None = None,
+        retain: str | None = None,
+        memory: int | None = None,
+        environ: Mapping[str, str] | None = None,
+    ) -> Self:
+        """Settle the server's settings. Raises ConfigError naming the variable that cannot be used."""
+        return _resolve(
+            cls,
+            {"host": host, "port": port, "cache": cache, "protocol": protocol, "retain": retain, "memory": memory},
+            environ,
+            {
+                "host": ("WEIGHTWIRE_SERVER_HOST", str),
+                "port": ("WEIGHTWIRE_SERVER_PORT", parse_port),
+                "cache": ("WEIGHTWIRE_SERVER_CACHE", _text),
+                "protocol": ("WEIGHTWIRE_SERVER_PROTOCOL", parse_version),
+                "retain": ("WEIGHTWIRE_SERVER_RETAIN", parse_choice(RETAIN_MODES)),
+                "memory": ("WEIGHTWIRE_SERVER_MEMORY", parse_size),
+            },
+        )

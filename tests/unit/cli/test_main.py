@@ -1,0 +1,149 @@
+"""The command itself: help, version, exit codes by error, and no traceback unless asked for."""
+
+from __future__ import annotations
+
+import errno
+import subprocess
+import sys
+
+import click
+import pytest
+
+import weightwire
+from weightwire import client, errors
+from weightwire.cli import main
+from weightwire.cli.failures import Failure, as_failure
+
+pytestmark = pytest.mark.timeout(120)
+
+VERBS = ("serve", "push", "hash", "info", "demo")
+
+
+def test_version(invoke) -> None:
+    assert invoke("--version").out == f"weightwire {weightwire.__version__}\n"
+
+
+@pytest.mark.parametrize("verb", [(), *((verb,) for verb in VERBS)])
+def test_help(invoke, verb: tuple[str, ...]) -> None:
+    for option in ("--help", "-h"):
+        ran = invoke(*verb, option)
+        assert ran.code == 0
+        assert ran.out.startswith(f"Usage: {' '.join(('weightwire', *verb))} ")
+        assert "lifeline" not in ran.out
+
+
+def test_without_a_verb_it_helps_and_fails(invoke) -> None:
+    ran = invoke()
+    assert ran.code == 2
+    assert ran.out == ""
+    assert all(verb in ran.err for verb in VERBS)
+
+
+def test_every_verb_is_there_and_reports_as_json() -> None:
+    assert set(main.commands) == set(VERBS)
+    for verb in main.commands.values():
+        assert "--json" in {name for parameter in verb.params for name in parameter.opts}
+
+
+def test_every_option_and_variable_is_documented(request: pytest.FixtureRequest) -> None:
+    text = (request.config.rootpath / "docs" / "configuration.md").read_text()
+    for verb in main.commands.values():
+        assert f"weightwire {verb.name}" in text
+        for parameter in verb.params:
+            if isinstance(parameter, click.Option) and not parameter.hidden:
+                assert f"`{max(parameter.opts, key=len)}" in text, parameter.opts
+    sources = list((request.config.rootpath / "src" / "weightwire").glob("c*/*.py"))
+    sources.append(request.config.rootpath / "src" / "weightwire" / "config.py")
+    import re
+
+    variables = {name for path in sources for name in re.findall(r'"(WEIGHTWIRE_[A-Z_]+[A-Z])"', path.read_text())}
+    assert len(variables) >= 11
+    assert not [name for name in variables if f"`{name}`" not in text]
+
+
+CASES = [
+    (errors.ConfigError("x"), 2, ()),
+    (errors.ModelError("x", path="m.gguf", offset=7), 1, ("path", "offset")),
+    (errors.ProtocolError("x"), 1, ()),
+    (errors.VersionError("x", ours="1.0 to 8.0", theirs="99.0"), 1, ("ours", "theirs")),
+    (errors.IntegrityError("x", name="t", expected="00", actual="01"), 4, ("name", "expected", "actual")),
+    (errors.AllocationError("x", nbytes=5), 1, ("nbytes",)),
+    (
+        errors.TransferTimeout("x", phase="send", elapsed=3.0, tensor="t", bytes_done=4),
+        1,
+        ("phase", "elapsed", "tensor"),
+    ),
+    (errors.ServerBusy("x", phase="hello"), 1, ("phase",)),
+    (errors.TransportError("x", endpoint="h:1", operation="connect", errno=errno.EPIPE), 1, ("endpoint", "errno")),
+    (errors.PeerClosed("x", tensor="t", bytes_done=4, position="inside"), 1, ("tensor", "bytes_done", "position")),
+    (errors.WeightwireError("x"), 1, ()),
+    (MemoryError(), 3, ()),
+    (PermissionError(errno.EACCES, "Permission denied", "/there"), 3, ()),
+    (BrokenPipeError(errno.EPIPE, "Broken pipe"), 3, ()),
+    (RuntimeError("a defect"), 1, ()),
+]
+
+
+@pytest.mark.parametrize(("error", "code", "facts"), CASES, ids=lambda value: type(value).__name__)
+def test_each_error_has_its_exit_code_and_its_facts(
+    invoke, monkeypatch: pytest.MonkeyPatch, error: Exception, code: int, facts: tuple[str, ...]
+) -> None:
+    def connect(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(client, "connect", connect)
+    ran = invoke("info", "host:1", "--json").failed(code)
+    told = ran.json["error"]
+    assert set(told) >= {"type", "detail", "hint", "exit_code", *facts}
+    assert told["exit_code"] == code
+    assert told["type"] == ("InternalError" if isinstance(error, RuntimeError) else type(error).__name__)
+    for fact in facts:
+        assert told[fact] == getattr(error, fact)
+
+
+def test_every_class_of_error_is_covered() -> None:
+    covered = {type(error).__name__ for error, _, _ in CASES}
+    assert set(errors.__all__) <= covered
+
+
+def test_the_hint_has_a_line_of_its_own_and_text_cannot_break_lines(invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    def connect(*_: object, **__: object) -> None:
+        raise errors.TransportError("first\nsecond \x1b[2J", hint="do\nthis")
+
+    monkeypatch.setattr(client, "connect", connect)
+    ran = invoke("info", "host:1")
+    assert ran.err == "weightwire: error: first second \\x1b[2J\nweightwire: hint: do this\n"
+    assert ran.out == ""
+
+
+def test_a_traceback_only_when_asked_for(invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    def connect(*_: object, **__: object) -> None:
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(client, "connect", connect)
+    assert "WEIGHTWIRE_DEBUG=1" in invoke("info", "host:1").failed(1, "internal error: RuntimeError: a defect").err
+    ran = invoke("info", "host:1", WEIGHTWIRE_DEBUG="1")
+    assert ran.code == 1
+    assert "Traceback" in ran.err
+    assert "in connect" in ran.err
+
+
+def test_ctrl_c(invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    def connect(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(client, "connect", connect)
+    ran = invoke("info", "host:1", "--json")
+    assert (ran.code, ran.out, ran.err) == (130, "", "weightwire: interrupted\n")
+
+
+def test_a_failure_is_not_an_oserror_and_stays_itself() -> None:
+    failure = Failure(ValueError("x"), 3)
+    assert as_failure(failure) is failure
+    assert not isinstance(failure, OSError)
+
+
+def test_starting_up_loads_neither_numpy_nor_the_transport() -> None:
+    code = "import sys, weightwire.cli; print([m for m in ('numpy', 'rich', 'weightwire._native') if m in sys.modules])"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout == "[]\n"

@@ -1,0 +1,176 @@
+"""``weightwire serve``, as a process of its own: what it announces, how it ends, where it cannot start."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import weightwire
+from weightwire.hashing import fnv1a64
+
+pytestmark = pytest.mark.timeout(120)
+
+MEMBERS = {"endpoint", "endpoints", "port", "protocol", "cache", "retain", "memory", "pid"}
+
+
+def endpoint_of(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def test_it_prints_the_port_it_got_and_ends_on_sigterm(spawn, finish) -> None:
+    process = spawn("serve", "--port", "0")
+    endpoint = endpoint_of(process)
+    assert endpoint.startswith("127.0.0.1:")
+    assert int(endpoint.rsplit(":")[1]) > 0
+    with weightwire.connect(endpoint) as connection:
+        assert connection.protocol == "7.0.0"
+        assert not connection.server_has_cache
+        process.send_signal(signal.SIGTERM)
+        ran = finish(process)
+    assert ran.code == 0
+    assert ran.out == ""
+    assert "Traceback" not in ran.err
+
+
+def test_it_logs_to_stderr(spawn, finish) -> None:
+    process = spawn("serve", "--port", "0")
+    endpoint_of(process)
+    process.terminate()
+    assert "INFO weightwire.server" in finish(process).err
+    process = spawn("serve", "--port", "0", environ={"WEIGHTWIRE_LOG": "error"})
+    endpoint_of(process)
+    process.terminate()
+    assert finish(process).err == ""
+
+
+def test_ctrl_c_is_130(spawn, finish) -> None:
+    process = spawn("serve", "--port", "0")
+    endpoint_of(process)
+    process.send_signal(signal.SIGINT)
+    ran = finish(process)
+    assert ran.code == 130
+    assert "Traceback" not in ran.err
+
+
+def test_a_background_job_of_a_shell_keeps_ignoring_ctrl_c(spawn, finish) -> None:
+    process = spawn("serve", "--port", "0", preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
+    endpoint = endpoint_of(process)
+    process.send_signal(signal.SIGINT)
+    with weightwire.connect(endpoint) as connection:
+        connection.barrier()
+    process.terminate()
+    assert finish(process).code == 0
+
+
+def test_the_object_and_the_settings(spawn, finish, tmp_path: Path) -> None:
+    cache = tmp_path / "deep" / "cache"
+    process = spawn(
+        *("serve", "--host", "localhost", "--port", "0", "--cache", str(cache), "--protocol", "5.1"),
+        *("--retain", "process", "--memory", "1.5GiB", "--json"),
+    )
+    report = json.loads(endpoint_of(process))
+    assert set(report) == MEMBERS
+    assert report["endpoint"] in report["endpoints"]
+    assert report["endpoint"].endswith(f":{report['port']}")
+    assert (report["protocol"], report["retain"], report["memory"]) == ("5.1", "process", 3 << 29)
+    assert (report["cache"], report["pid"]) == (str(cache), process.pid)
+    assert cache.is_dir()
+    with weightwire.connect(report["endpoint"]) as connection:
+        assert connection.dialect.version == (5, 1)
+        assert connection.server_has_cache
+    process.terminate()
+    assert finish(process).code == 0
+
+
+def test_the_environment_configures_it(spawn, finish) -> None:
+    process = spawn("serve", "--json", environ={"WEIGHTWIRE_SERVER_PORT": "0", "WEIGHTWIRE_SERVER_PROTOCOL": "3.6"})
+    report = json.loads(endpoint_of(process))
+    assert report["protocol"] == "3.6"
+    with weightwire.connect(report["endpoint"]) as connection:
+        assert connection.dialect.version == (3, 6)
+    process.terminate()
+    assert finish(process).code == 0
+
+
+def test_the_cache_directory_itself_holds_the_entries(spawn, finish, tmp_path: Path) -> None:
+    content = os.urandom(11 << 20)
+    process = spawn("serve", "--port", "0", "--cache", str(tmp_path / "cache"))
+    with weightwire.connect(endpoint_of(process)) as connection:
+        connection.push({"large": memoryview(content)})
+    process.terminate()
+    assert finish(process).code == 0
+    assert os.listdir(tmp_path / "cache") == [f"{fnv1a64(content):016x}"]
+    assert (tmp_path / "cache" / f"{fnv1a64(content):016x}").read_bytes() == content
+
+
+def test_a_lifeline_ends_it_with_its_parent(spawn, finish) -> None:
+    process = spawn("serve", "--port", "0", "--lifeline", stdin=subprocess.PIPE)
+    endpoint_of(process)
+    process.stdin.write("whatever comes is not the end\n")
+    process.stdin.flush()
+    process.stdin.close()
+    process.stdin = None
+    assert finish(process).code == 0
+
+
+def test_a_port_in_use(spawn, finish) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        ran = finish(spawn("serve", "--port", port, "--json"))
+    ran.failed(3, port, "hint:", "another port")
+    assert ran.json["error"]["exit_code"] == 3
+
+
+def test_an_address_of_another_machine(spawn, finish) -> None:
+    finish(spawn("serve", "--host", "192.0.2.1", "--port", "0")).failed(3, "192.0.2.1", "hint:")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--port", "65536"), "65536"),
+        (("--protocol", "9.9"), "1.0 to 8.0"),
+        (("--protocol", "new"), "protocol version"),
+        (("--retain", "forever"), "forever"),
+        (("--memory", "much"), "size"),
+        (("--memory", "0"), "size"),
+        (("surplus",), "surplus"),
+    ],
+)
+def test_usage(invoke, words: tuple[str, ...], said: str) -> None:
+    invoke("serve", *words).failed(2, said)
+
+
+def test_a_bad_variable_is_named(invoke) -> None:
+    invoke("serve", WEIGHTWIRE_SERVER_PORT="http").failed(2, "WEIGHTWIRE_SERVER_PORT", "http")
+    invoke("serve", WEIGHTWIRE_LOG="loud").failed(2, "WEIGHTWIRE_LOG", "loud")
+
+
+def test_a_cache_that_is_a_file_is_usage_and_one_that_cannot_be_made_is_the_environment(
+    invoke: Callable[..., object], tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    invoke("serve", "--port", "0", "--cache", str(tmp_path / "file")).failed(2, "not a directory", "hint:")
+    invoke("serve", "--port", "0", "--cache", str(tmp_path / "file" / "below")).failed(3, "cannot create", "hint:")
+    invoke("serve", "--port", "0", "--cache", "/proc/weightwire").failed(3, "/proc/weightwire", "hint:")
+
+
+def test_a_cache_that_cannot_be_written(invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    invoke("serve", "--port", "0", "--cache", str(tmp_path)).failed(3, "cannot write", str(tmp_path))
+
+
+def test_nobody_to_announce_to(spawn, finish) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as pipe:
+        ran = finish(spawn("serve", "--port", "0", stdout=pipe, environ={"WEIGHTWIRE_LOG": "error"}))
+    assert (ran.code, ran.err) == (141, "")

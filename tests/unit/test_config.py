@@ -1,0 +1,136 @@
+"""Settings: what wins over what, and which values are refused, by name."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from weightwire.config import (
+    ClientConfig,
+    ServerConfig,
+    parse_choice,
+    parse_port,
+    parse_seconds,
+    parse_size,
+    parse_version,
+)
+from weightwire.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("1", 1),
+        ("4096", 4096),
+        ("512MiB", 512 << 20),
+        ("1GiB", 1 << 30),
+        ("2G", 2 << 30),
+        ("2gb", 2 << 30),
+        ("10 KiB", 10 << 10),
+        ("1.5g", 3 << 29),
+        (".5M", 1 << 19),
+        ("3TiB", 3 << 40),
+        ("100b", 100),
+        (" 7k ", 7 << 10),
+        ("9223372036854775807", 2**63 - 1),
+    ],
+)
+def test_sizes_that_are_read(text: str, nbytes: int) -> None:
+    assert parse_size(text) == nbytes
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "0", "0GiB", "-1", "1PiB", "GiB", "1.2.3M", "1e9", "0x10", "nan", "9223372036854775808", "9999999T", "1 G B"],
+)
+def test_sizes_that_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="size"):
+        parse_size(text)
+
+
+def test_seconds() -> None:
+    assert parse_seconds("0.25") == 0.25
+    for text in ("0", "-1", "nan", "inf", "soon", "1e30", ""):
+        with pytest.raises(ValueError, match="seconds"):
+            parse_seconds(text)
+
+
+def test_ports() -> None:
+    assert [parse_port(text) for text in ("0", "65535")] == [0, 65535]
+    for text in ("65536", "-1", "http", "", "1.0", "٣"):
+        with pytest.raises(ValueError, match="port"):
+            parse_port(text)
+
+
+def test_versions() -> None:
+    assert parse_version(" 7.0.0 ") == "7.0.0"
+    assert parse_version("3.6") == "3.6"
+    for text in ("7", "7.x", "v7.0", "7.0.0.0", ""):
+        with pytest.raises(ValueError, match="version"):
+            parse_version(text)
+
+
+def test_choices() -> None:
+    assert parse_choice(("a", "b"))(" B ") == "b"
+    with pytest.raises(ValueError, match="one of a, b"):
+        parse_choice(("a", "b"))("c")
+
+
+def test_an_argument_wins_over_the_environment_and_that_over_the_default() -> None:
+    environ = {"WEIGHTWIRE_TIMEOUT": "5", "WEIGHTWIRE_CACHE": "never"}
+    assert ClientConfig.resolve(environ={}) == ClientConfig(timeout=30.0, protocol=None, cache="auto")
+    assert ClientConfig.resolve(environ=environ) == ClientConfig(timeout=5.0, protocol=None, cache="never")
+    assert ClientConfig.resolve(timeout=1.0, cache="always", environ=environ).timeout == 1.0
+    assert ClientConfig.resolve(cache="always", environ=environ).cache == "always"
+
+
+def test_the_process_environment_is_read_when_none_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEIGHTWIRE_PROTOCOL", "5.0.0")
+    assert ClientConfig.resolve().protocol == "5.0.0"
+
+
+def test_every_server_setting_has_its_variable() -> None:
+    environ = {
+        "WEIGHTWIRE_SERVER_HOST": "::1",
+        "WEIGHTWIRE_SERVER_PORT": "0",
+        "WEIGHTWIRE_SERVER_CACHE": "/var/cache/rpc",
+        "WEIGHTWIRE_SERVER_PROTOCOL": "5.1",
+        "WEIGHTWIRE_SERVER_RETAIN": "Process",
+        "WEIGHTWIRE_SERVER_MEMORY": "16GiB",
+    }
+    config = ServerConfig.resolve(environ=environ)
+    assert config == ServerConfig("::1", 0, "/var/cache/rpc", "5.1", "process", 16 << 30)
+    assert ServerConfig.resolve(port=7, environ=environ).port == 7
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("WEIGHTWIRE_SERVER_PORT", "70000"),
+        ("WEIGHTWIRE_SERVER_CACHE", " "),
+        ("WEIGHTWIRE_SERVER_PROTOCOL", "seven"),
+        ("WEIGHTWIRE_SERVER_RETAIN", "forever"),
+        ("WEIGHTWIRE_SERVER_MEMORY", "lots"),
+    ],
+)
+def test_a_bad_server_variable_is_named(variable: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=variable) as caught:
+        ServerConfig.resolve(environ={variable: value})
+    assert value in caught.value.detail
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"), [("WEIGHTWIRE_TIMEOUT", "0"), ("WEIGHTWIRE_PROTOCOL", "7"), ("WEIGHTWIRE_CACHE", "yes")]
+)
+def test_a_bad_client_variable_is_named_unless_an_argument_makes_it_moot(variable: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=variable):
+        ClientConfig.resolve(environ={variable: value})
+    given = ClientConfig.resolve(timeout=1.0, protocol="7.0", cache="auto", environ={variable: value})
+    assert given == ClientConfig(1.0, "7.0", "auto")
+
+
+def test_settings_do_not_change() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        ClientConfig().timeout = 1.0  # type: ignore[misc]
