@@ -1,0 +1,36 @@
+"""What the benchmarks move: a synthetic model of about 1 GiB, in the page cache before anything is timed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+_HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(_HERE), str(_HERE.parent / "tests")]
+
+from prepare import peers
+
+from weightwire.model.synthetic import write_synthetic_gguf
+
+NBYTES = 1 << 30
+
+
+@pytest.fixture(scope="session")
+def synthetic_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A GGUF of 1 GiB: 876 tensors in the proportions of a 27B model."""
+    path = tmp_path_factory.mktemp("model") / "synthetic.gguf"
+    write_synthetic_gguf(path, NBYTES)
+    yield path
+    path.unlink()
+
+
+@pytest.fixture(scope="session")
+def stock_library() -> Path:
+    """The folder with libggml-rpc.so of the stock peer that ./test prepares (protocol 7.0.0)."""
+    found = peers.peer_library(peers.FULL_PROTOCOL)
+    if found is None:
+        pytest.skip(f"no stock peer here ({peers.why_missing(peers.FULL_PROTOCOL)}); ./test --prepare-only builds it")
+    return found

@@ -1,0 +1,67 @@
+"""Pushing 1 GiB over loopback without a cache, beside a bare socket pair and the stock pair.
+
+Every round runs each peer once, in turn; what is kept are medians of the rounds and of their ratios (``extra_info`` in the
+JSON, a table on the terminal). Floors are asserted by ``compare``, never by a clock in the test suite.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from harness.rounds import Peer, Rounds
+from harness.socket_pair import SocketPairPeer
+from harness.stock_pair import StockPeer
+from harness.weightwire_pair import WeightwirePeer
+from pytest_benchmark.fixture import BenchmarkFixture
+
+import weightwire
+from weightwire.ranges import FileRange
+
+ROUNDS = 9
+
+
+def file_ranges(path: Path) -> list[tuple[int, int]]:
+    """Offset and bytes of every tensor of a single-file model."""
+    with weightwire.open_model(path) as model:
+        payloads = [tensor.payload for tensor in model.tensors.values() if tensor.nbytes]
+    return [(payload.offset, payload.nbytes) for payload in payloads if isinstance(payload, FileRange)]
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.mark.bench
+@pytest.mark.timeout(900)
+def test_push_uncached(benchmark: BenchmarkFixture, synthetic_model: Path, stock_library: Path, stack: ExitStack) -> None:
+    subject = WeightwirePeer(synthetic_model)
+    others: list[Peer] = [
+        SocketPairPeer(synthetic_model, populate=False),
+        SocketPairPeer(synthetic_model, populate=True),
+        StockPeer(stock_library, synthetic_model, file_ranges(synthetic_model)),
+    ]
+    for peer in (subject, *others):
+        stack.callback(peer.close)
+    rounds = Rounds(subject.nbytes)
+
+    for peer in (subject, *others):  # warm-up: page cache, allocators, the congestion window
+        peer.round()
+
+    def run_the_others() -> None:
+        for peer in others:
+            rounds.add(peer.name, peer.round())
+
+    def push() -> None:
+        rounds.add(subject.name, subject.round())
+
+    benchmark.pedantic(push, setup=run_the_others, rounds=ROUNDS)
+    summary = rounds.summary(subject.name)
+    benchmark.extra_info.update(summary)
+    print(json.dumps(summary, indent=2))
+    assert min(len(took) for took in rounds.seconds.values()) == ROUNDS
