@@ -11,9 +11,9 @@ import pytest
 _HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(_HERE), str(_HERE.parent / "tests")]
 
-from prepare import peers
+from prepare import peers  # noqa: E402  (found through the path set above)
 
-from weightwire.model.synthetic import write_synthetic_gguf
+from weightwire.model.synthetic import write_synthetic_gguf  # noqa: E402
 
 NBYTES = 1 << 30
 

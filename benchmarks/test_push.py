@@ -1,7 +1,7 @@
 """Pushing 1 GiB over loopback without a cache, beside a bare socket pair and the stock pair.
 
-Every round runs each peer once, in turn; what is kept are medians of the rounds and of their ratios (``extra_info`` in the
-JSON, a table on the terminal). Floors are asserted by ``compare``, never by a clock in the test suite.
+Every round runs each peer once, in turn; what is kept are medians of the rounds and of their ratios: ``extra_info`` in
+the JSON, and printed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ def stack() -> Iterator[ExitStack]:
 
 @pytest.mark.bench
 @pytest.mark.timeout(900)
-def test_push_uncached(benchmark: BenchmarkFixture, synthetic_model: Path, stock_library: Path, stack: ExitStack) -> None:
+def test_push_uncached(
+    benchmark: BenchmarkFixture, synthetic_model: Path, stock_library: Path, stack: ExitStack
+) -> None:
     subject = WeightwirePeer(synthetic_model)
     others: list[Peer] = [
         SocketPairPeer(synthetic_model, populate=False),

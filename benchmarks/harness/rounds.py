@@ -33,7 +33,7 @@ class Rounds:
         return statistics.median(self.seconds[name])
 
     def ratio(self, name: str, against: str) -> float:
-        """How many times the speed of ``against`` is ``name``'s: the median of the ratios of rounds run side by side."""
+        """How many times as fast as ``against`` is ``name``: the median over rounds run side by side."""
         pairs = zip(self.seconds[against], self.seconds[name], strict=True)
         return statistics.median(other / own for other, own in pairs)
 

@@ -1,6 +1,6 @@
 """The bare socket pair: the same bytes, from the same mapping, into memory allocated the same way, and nothing else.
 
-``python -m harness.socket_pair PORT_FILE NBYTES POPULATE`` is the receiving half: for every connection it allocates a fresh
+``socket_pair.py NBYTES POPULATE`` is the receiving half: it prints its port, and for every connection allocates a fresh
 region of huge pages, receives NBYTES into it and answers one byte. With POPULATE=1 a second thread touches the region
 ahead of the data, as weightwire's server does.
 """
@@ -25,7 +25,7 @@ def _populate(region: object, nbytes: int) -> None:
 
 
 def receive_forever(nbytes: int, populate: bool) -> None:
-    """Serve rounds until standard input closes (the parent is gone)."""
+    """Serve rounds until told to quit."""
     from weightwire.transport.memory import HostRegion
 
     listener = socket.create_server(("127.0.0.1", 0))

@@ -4,8 +4,8 @@ Run as a script this file is the client::
 
     stock_pair.py LIBDIR ENDPOINT FILE WEIGHTS   < JSON list of [offset, nbytes]
 
-It prints the seconds from allocating the tensors to the answer that proves the last byte arrived. The server is the one that
-the tests use.
+It prints the seconds from allocating the tensors to the answer that proves the last byte arrived. The server is the one
+that the tests use.
 """
 
 from __future__ import annotations

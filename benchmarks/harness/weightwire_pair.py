@@ -16,7 +16,9 @@ from weightwire.profile import LoadProfile
 class WeightwirePeer:
     """Connect, push a model, barrier, disconnect; the model is opened once, the connection is new every round."""
 
-    def __init__(self, path: Path, *, serve: Sequence[str] = (), cache: str = "never", name: str = "weightwire") -> None:
+    def __init__(
+        self, path: Path, *, serve: Sequence[str] = (), cache: str = "never", name: str = "weightwire"
+    ) -> None:
         self.name = name
         self._cache = cache
         self._model = weightwire.open_model(path)

@@ -41,7 +41,8 @@ class ConfigError(WeightwireError, ValueError):
 class ModelError(WeightwireError, ValueError):
     """A model that cannot be read.
 
-    ``.path`` is the file, ``.offset`` the byte in it where reading went wrong (``None`` where no single byte is at fault).
+    ``.path`` is the file, ``.offset`` the byte in it where reading went wrong (``None`` where no single byte is at
+    fault).
     """
 
     def __init__(self, detail: str, *, path: str = "", offset: int | None = None, hint: str = "") -> None:
@@ -131,8 +132,8 @@ class TransportError(WeightwireError, OSError):
 class PeerClosed(TransportError, ConnectionError):
     """The peer closed the connection.
 
-    ``.position`` says where: ``"before"`` a message, ``"inside"`` one, or ``"after"`` a request whose answer never came.
-    ``.tensor`` is the tensor in flight, if any, ``.bytes_done`` how many bytes of the message had moved.
+    ``.position`` says where: ``"before"`` a message, ``"inside"`` one, or ``"after"`` a request whose answer never
+    came. ``.tensor`` is the tensor in flight, if any, ``.bytes_done`` how many bytes of the message had moved.
     """
 
     def __init__(

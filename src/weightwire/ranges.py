@@ -11,8 +11,8 @@ __all__ = ["FileRange"]
 class FileRange:
     """``nbytes`` bytes from byte ``offset`` of the open file ``fd``, which its owner keeps open.
 
-    Sent with ``sendfile(2)`` and hashed with ``pread(2)``: a file cut short under us is an error, where a mapping would be
-    a SIGBUS that takes the process.
+    Sent with ``sendfile(2)`` and hashed with ``pread(2)``: a file cut short under us is an error, where a mapping would
+    be a SIGBUS that takes the process.
     """
 
     fd: int

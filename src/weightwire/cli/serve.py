@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import select
@@ -139,8 +138,9 @@ def _cache_directory(text: str) -> Path:
 class _Stop:
     """Wait for a signal that ends the server.
 
-    Handlers only write to a pipe: one that took a lock could find the thread it interrupts holding it. A SIGINT that is
-    being ignored, as a shell arranges for its background jobs, stays ignored.
+    The interpreter itself writes to a pipe when the signal comes: a handler in Python would never run if that is
+    between the last look at pending signals and the wait. A SIGINT that is being ignored, as a shell arranges for its
+    background jobs, stays ignored.
     """
 
     def __init__(self) -> None:
@@ -152,11 +152,13 @@ class _Stop:
             for number in (signal.SIGTERM, signal.SIGINT)
             if signal.getsignal(number) is not signal.SIG_IGN
         }
+        self._wakeup_before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
+        signal.set_wakeup_fd(self._wakeup_before)
         for number, handler in self._before.items():
             signal.signal(number, handler)
         os.close(self._reader)
@@ -164,19 +166,20 @@ class _Stop:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.signals.append(number)
-        # A pipe that is full of signals ends the wait anyway.
-        with contextlib.suppress(BlockingIOError):
-            os.write(self._writer, b"!")
 
     def wait(self, *, lifeline: bool) -> None:
         """Return at a signal, or with ``lifeline`` when stdin ends, as it does however its holder dies."""
         watched = [self._reader, 0] if lifeline else [self._reader]
-        while True:
+        while not self.signals:
             ready, _, _ = select.select(watched, [], [])
             if self._reader in ready:
+                os.read(self._reader, 4096)
+            elif self._stdin_ended():
                 return
-            try:
-                if not os.read(0, 4096):
-                    return
-            except OSError:
-                return
+
+    @staticmethod
+    def _stdin_ended() -> bool:
+        try:
+            return not os.read(0, 4096)
+        except OSError:
+            return True

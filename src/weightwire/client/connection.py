@@ -167,8 +167,8 @@ class Connection:
         searched for in the names. ``cache`` says whether the server's tensor cache is asked for tensors over 10 MiB,
         and told to keep them: ``"auto"`` if the server said that it has one, ``"always"`` (for stock servers, which
         cannot say), ``"never"``. ``verify`` reads every tensor back and compares. ``progress(name, done, total)``, in
-        bytes of the whole push, is called after each tensor and every 64 MiB within one; it must not use this
-        connection, except to close it.
+        bytes of the whole push, is called after each tensor and every 64 MiB within one, and with ``verify`` once more
+        from zero while the tensors come back; it must not use this connection, except to close it.
 
         Everything that can be checked is checked before the first tensor goes: ConfigError for a bad argument,
         ModelError for a model that cannot be read, AllocationError where the server cannot hold it. Then ModelError

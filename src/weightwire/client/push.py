@@ -103,7 +103,7 @@ def _push(
     if verify:
         recorder.switch(Stage.VERIFY)
         try:
-            verify_tensors(channel, placed, payloads, hint=sender.blame)
+            verify_tensors(channel, placed, payloads, hint=sender.blame, tell=sender.tell if progress else None)
         except WeightwireError:
             # A source that changed meanwhile explains the difference better than the difference does.
             if not channel.closed:
@@ -283,7 +283,7 @@ class _Sender:
             position += size
             if position == tensor.nbytes:
                 break
-            self._tell(tensor.name, self._done + position)
+            self.tell(tensor.name, self._done + position)
         channel.end()
         if self._answered:
             channel.expect(Command.SET_TENSOR, 0, tensor=tensor.name)
@@ -358,9 +358,10 @@ class _Sender:
 
     def _report(self, tensor: RemoteTensor) -> None:
         self._done += tensor.nbytes
-        self._tell(tensor.name, self._done)
+        self.tell(tensor.name, self._done)
 
-    def _tell(self, name: str, done: int) -> None:
+    def tell(self, name: str, done: int) -> None:
+        """Report progress: ``done`` bytes of the whole, the last of them of tensor ``name``."""
         if self._progress is not None:
             self._progress(name, done, self._total)
             if self._channel.closed:

@@ -15,13 +15,23 @@ __all__ = ["verify_tensors"]
 
 _SHOWN = 8
 
+TELL_EVERY = 64 << 20
+"""Bytes of a large tensor between two reports of progress."""
+
 Source = FileRange | memoryview
 
 
 def verify_tensors(
-    channel: Channel, tensors: Sequence[RemoteTensor], sources: Sequence[Source], *, hint: Callable[[RemoteTensor], str]
+    channel: Channel,
+    tensors: Sequence[RemoteTensor],
+    sources: Sequence[Source],
+    *,
+    hint: Callable[[RemoteTensor], str],
+    tell: Callable[[str, int], None] | None = None,
 ) -> None:
     """Compare every tensor, byte for byte, with its source; at most two chunks of `READ_CHUNK` bytes are held.
+
+    ``tell(name, done)``, in bytes of all tensors, is called after each tensor and every `TELL_EVERY` bytes within one.
 
     Raises IntegrityError for the first difference (its ``hint`` comes from the callback), with the connection still
     in step, and ModelError where the source cannot be read. For a caller inside `Channel.exclusive` with nothing
@@ -36,6 +46,7 @@ def verify_tensors(
         for tensor in tensors
         for start in range(0, tensor.nbytes, READ_CHUNK)
     )
+    done = told = 0
     for piece in read_pieces(channel, wanted):
         current = piece.tensor
         expected = _bytes_at(source_of[id(current)], piece.offset, scratch[: piece.into.nbytes])
@@ -52,6 +63,11 @@ def verify_tensors(
                 actual=theirs.hex(" "),
                 hint=hint(current),
             )
+        done += piece.into.nbytes
+        whole = piece.offset + piece.into.nbytes == current.nbytes
+        if tell is not None and (whole or done - told >= TELL_EVERY):
+            told = done
+            tell(current.name, done)
 
 
 def _bytes_at(source: Source, offset: int, scratch: memoryview) -> memoryview:

@@ -24,10 +24,11 @@ class Destination(ABC):
     hook ends that client.
     """
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, device: int = 0) -> None:
         if nbytes < 0:
             raise ValueError(f"a destination cannot have {nbytes} bytes")
         self.nbytes = nbytes
+        self.device = device
 
     @abstractmethod
     def write(self, offset: int, view: memoryview) -> None:
@@ -63,8 +64,8 @@ class HostMemory(Destination):
     it is called like any other hook. Raises MemoryError if the system has no room for ``nbytes``.
     """
 
-    def __init__(self, nbytes: int) -> None:
-        super().__init__(nbytes)
+    def __init__(self, nbytes: int, device: int = 0) -> None:
+        super().__init__(nbytes, device)
         self._region: _Region | None = _Region(nbytes)
         self._view: memoryview | None = memoryview(self._region).cast("B")
         self._pristine = True

@@ -74,6 +74,9 @@ class Server:
             raise ConfigError(f"memory={memory} is not a number of bytes")
         if max_clients < 1:
             raise ConfigError(f"max_clients={max_clients}; at least one client must be allowed")
+        for name, hook in (("on_tensor", on_tensor), ("destination", destination)):
+            if hook is not None and not callable(hook):
+                raise ConfigError(f"{name}={hook!r} cannot be called")
         for name, seconds in (("hello_timeout", hello_timeout), ("stall_timeout", stall_timeout)):
             if not seconds > 0:
                 raise ConfigError(f"{name}={seconds} is not a number of seconds above 0")
@@ -82,7 +85,7 @@ class Server:
         self._port = port
         self._cache_at = cache
         self._greeting = _greeting(self._dialect, protocol, cache is not None)
-        self._destination = destination if destination is not None else _host_memory
+        self._destination = destination if destination is not None else HostMemory
         self._memory = memory
         self._max_clients = max_clients
         self._hello_timeout = hello_timeout
@@ -309,10 +312,6 @@ class Server:
         finally:
             with self._lock:
                 self._sessions.pop(session, None)
-
-
-def _host_memory(nbytes: int, device: int) -> Destination:
-    return HostMemory(nbytes)
 
 
 def _greeting(dialect: Dialect, protocol: str, cached: bool) -> Greeting:

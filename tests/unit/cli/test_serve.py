@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -174,3 +175,22 @@ def test_nobody_to_announce_to(spawn, finish) -> None:
     with os.fdopen(writer, "w") as pipe:
         ran = finish(spawn("serve", "--port", "0", stdout=pipe, environ={"WEIGHTWIRE_LOG": "error"}))
     assert (ran.code, ran.err) == (141, "")
+
+
+def test_a_signal_that_interrupts_another_thread_ends_the_wait_too() -> None:
+    """What a handler in Python would sleep through: the signal comes, and the waiting call is not interrupted."""
+    code = """
+import signal, threading, time
+from weightwire.cli.serve import _Stop
+with _Stop() as stop:
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    def kill():
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+        time.sleep(0.3)
+        signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+    threading.Thread(target=kill, daemon=True).start()
+    stop.wait(lifeline=False)
+    print(stop.signals)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    assert done.stdout == f"[{signal.SIGTERM:d}]\n", done.stderr

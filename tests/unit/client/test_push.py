@@ -15,6 +15,7 @@ from support.scripted import Message, Peer, ScriptedServer, StandIn, serve_hello
 
 from weightwire import Connection, Server, connect, fnv1a64, open_model
 from weightwire.client import push as pipeline
+from weightwire.client import verify as verifying
 from weightwire.errors import (
     AllocationError,
     ConfigError,
@@ -96,6 +97,18 @@ def test_progress_is_in_bytes_of_the_whole(connection: Connection, monkeypatch: 
         ("s1", 5 * MIB + 13, total),
         ("s2", total, total),
     ]
+
+
+def test_progress_counts_a_second_time_while_verifying(
+    connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verifying, "READ_CHUNK", MIB)
+    monkeypatch.setattr(verifying, "TELL_EVERY", 2 * MIB)
+    arrays = {"big": np.zeros(5 * MIB + 3, np.uint8), "s": np.zeros(10, np.uint8)}
+    calls: list[tuple[str, int]] = []
+    connection.push(arrays, verify=True, progress=lambda name, done, total: calls.append((name, done)))
+    both = [("big", 5 * MIB + 3), ("s", 5 * MIB + 13)]
+    assert calls == [*both, ("big", 2 * MIB), ("big", 4 * MIB), *both]
 
 
 @pytest.mark.parametrize(

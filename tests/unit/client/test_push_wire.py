@@ -183,7 +183,7 @@ def test_hits_are_not_sent(version: tuple[int, int, int]) -> None:
     assert summary.profile.bytes_saved == 4 * 11 * MIB
     assert len(server.of(6)) == 8
     assert [m.payload[228:236].rstrip(b"\0").decode() for m in server.of(7)] == [f"w{i}" for i in range(11)]
-    assert [name for name, *_ in seen] == list(arrays), "hits are reported in their turn"
+    assert [name for name, *_ in seen] == [*arrays, *arrays], "hits in their turn, then each as it is verified"
     assert seen[-1][1:] == (summary.bytes, summary.bytes)
 
 
@@ -215,7 +215,7 @@ def test_empty_tensors_are_in_the_mapping_and_not_on_the_wire() -> None:
     result = run(server, arrays, verify=True, progress=lambda *call: seen.append(call))
     assert len(server.of(6)) == 1
     assert list(result) == ["e1", "w", "e2"]
-    assert seen == [("e1", 0, 16), ("w", 16, 16), ("e2", 16, 16)]
+    assert seen == [("e1", 0, 16), ("w", 16, 16), ("e2", 16, 16), ("w", 16, 16)], "sent, then verified"
 
 
 def test_nothing_but_empty_tensors() -> None:

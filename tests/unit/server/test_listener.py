@@ -31,6 +31,8 @@ from weightwire.wire import Command
         ({"hello_timeout": 0}, "hello_timeout=0"),
         ({"stall_timeout": -1.0}, "stall_timeout=-1.0"),
         ({"stall_timeout": float("nan")}, "stall_timeout=nan"),
+        ({"destination": 5}, "destination=5"),
+        ({"on_tensor": "print"}, "on_tensor='print'"),
         ({"protocol": "seven"}, "'seven'"),
         ({"protocol": "7.256"}, "'7.256'"),
     ],

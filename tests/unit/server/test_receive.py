@@ -165,12 +165,15 @@ class TestHooks:
         assert os.listdir(tmp_path) == []
 
 
-def test_only_plain_host_memory_is_written_directly(no_leaks: LeakCheck, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("destination", [None, HostMemory, lambda nbytes, device: HostMemory(nbytes + 100)])
+def test_only_plain_host_memory_is_written_directly(
+    destination: Callable[[int, int], Destination] | None, no_leaks: LeakCheck, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def not_this_way(self: HostMemory, offset: int, view: memoryview) -> None:
         raise AssertionError("copied instead of received in place")
 
     monkeypatch.setattr(HostMemory, "write", not_this_way)
-    with Server(port=0) as server, RawClient(server.port) as client:
+    with Server(port=0, destination=destination) as server, RawClient(server.port) as client:
         tensor = client.place("t", 5000, client.allocate(5000))
         client.set(tensor, bytes(range(250)) * 20)
         assert client.get(tensor) == bytes(range(250)) * 20

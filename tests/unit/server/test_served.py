@@ -52,7 +52,7 @@ def served(name: str = "x", block: Block | None = None) -> ServedTensor:
 def test_plain_types_are_arrays_without_a_copy(name: str) -> None:
     expected = np.arange(2 * 3 * 5, dtype=PLAIN[name]).reshape(2, 3, 5)
     memory = HostMemory(4096)
-    memory.write(64, memoryview(expected).cast("B"))
+    memory.write(64, memoryview(expected.tobytes()))
     tensor = weight_tensor("w", CODES[name], (5, 3, 2), expected.nbytes, buffer=1, data=64)
     found = ServedTensor(tensor, block_of(memory), 64, expected.nbytes)
     assert (found.name, found.type_name, found.type_code) == ("w", name, CODES[name])
@@ -83,7 +83,7 @@ def test_other_types_are_bytes(name: str) -> None:
 def test_strides_are_kept() -> None:
     base = np.arange(24, dtype="<f4").reshape(4, 6)
     memory = HostMemory(base.nbytes)
-    memory.write(0, memoryview(base).cast("B"))
+    memory.write(0, memoryview(base.tobytes()))
     # The left three columns of every row.
     tensor = RpcTensor(id=1, type=0, buffer=1, ne=(3, 4, 1, 1), nb=(4, 24, 96, 96), data=0, name=b"view")
     found = ServedTensor(tensor, block_of(memory), 0, tensor.nbytes)
@@ -155,7 +155,7 @@ class TestRegistry:
         assert list(names) == ["x", "y"]
         assert dict(names)["x"] is one
         assert names.get("z") is None
-        assert 5 not in names
+        assert 5 not in names  # type: ignore[comparison-overlap]
         with pytest.raises(KeyError, match="z"):
             names["z"]
         with pytest.raises(TypeError):
