@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Final
 
 from weightwire.errors import ConfigError
+from weightwire.transport.memory import first_difference
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -180,7 +181,8 @@ class TensorCache:
 def _same(fd: int, view: memoryview) -> bool:
     for start in range(0, view.nbytes, _PIECE):
         piece = view[start : start + _PIECE]
-        if os.pread(fd, piece.nbytes, start) != piece:
+        found = os.pread(fd, piece.nbytes, start)
+        if len(found) != piece.nbytes or first_difference(found, piece) >= 0:
             return False
     return True
 
