@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +20,12 @@ from support.require import do_without
 from support.stock import StockClient, StockServer
 
 
+def pytest_collection_finish() -> None:
+    """Take what thousands of tests are made of out of the collector's sight: looking for leaks collects very often."""
+    gc.collect()
+    gc.freeze()
+
+
 class StartServer(Protocol):
     """Starts a stock server: protocol, and its cache folder if it is to have one."""
 
@@ -28,6 +36,18 @@ class StartClient(Protocol):
     """Connects a stock client of some protocol to an endpoint."""
 
     def __call__(self, endpoint: str, protocol: str = peers.FULL_PROTOCOL) -> StockClient: ...
+
+
+@pytest.fixture(autouse=True)
+def logging_as_before() -> Iterator[None]:
+    """Undo what a test did to the loggers: the command line sets them up for its whole process."""
+    loggers = [logging.root, logging.getLogger("weightwire")]
+    before = [(logger.level, logger.handlers[:], logger.propagate) for logger in loggers]
+    yield
+    for logger, (level, handlers, propagate) in zip(loggers, before, strict=True):
+        logger.setLevel(level)
+        logger.handlers[:] = handlers
+        logger.propagate = propagate
 
 
 @pytest.fixture(scope="session")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from interop.proxy import RecordingProxy
 from prepare.realmodel import NBYTES, TENSORS
-from support.stock import run_script, stock_load
+from support.stock import StockServer, run_script, stock_load
 
 import weightwire
 from weightwire import fnv1a64
@@ -23,7 +26,7 @@ Ranges = dict[str, tuple[int, int, int]]
 @pytest.fixture(scope="session")
 def ranges(stock_lib: Path, gemma_path: Path) -> Ranges:
     """What upstream's own parser finds in the model: name -> (ggml type, offset in the file, bytes)."""
-    found: dict[str, Any] = run_script("python3", "stock_gguf.py", stock_lib, gemma_path)
+    found: dict[str, Any] = run_script(sys.executable, "stock_gguf.py", stock_lib, gemma_path)
     assert len(found) == TENSORS
     return {name: tuple(entry) for name, entry in found.items()}
 
@@ -67,6 +70,25 @@ def test_pushed_to_a_stock_server(stock_protocol, stock_server, gemma_path, rang
         check(pushed, gemma_path, ranges)
 
 
+def test_the_command_line_pushes_it_to_a_stock_server(stock_server, gemma_path, ranges, tmp_path):
+    server = stock_server(cache=tmp_path / "entries")
+    command = [sys.executable, "-P", "-m", "weightwire", "push", gemma_path, server.endpoint, "--cache", "always"]
+    for hits in (0, len(large(ranges))):
+        done = subprocess.run(
+            [*command, "--verify", "--json"], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout)
+        assert (found["endpoint"], found["protocol"]) == (server.endpoint, "7.0.0")
+        assert found["transport"]["kind"] == "tcp"
+        assert (found["tensors"], found["hits"], found["misses"]) == (TENSORS, hits, len(large(ranges)) - hits)
+        assert found["bytes"] == sum(nbytes for _, _, nbytes in ranges.values())
+        saved = sum(ranges[name][2] for name in large(ranges)) if hits else 0
+        assert found["sent"] == found["bytes"] - saved
+        assert found["seconds"] > 0
+        assert found["gib_per_s"] > 0
+
+
 def test_pushed_to_our_server(gemma_path, ranges):
     with (
         weightwire.Server("127.0.0.1", 0) as server,
@@ -98,8 +120,6 @@ def test_the_stock_client_pushes_it_to_our_server(stock_client, gemma_path, rang
 @pytest.fixture(scope="session")
 def cold(tmp_path_factory: pytest.TempPathFactory, stock_lib: Path, gemma_path: Path, ranges: Ranges) -> Any:
     """What the stock loader sends and generates when the stock server's cache is empty."""
-    from support.stock import StockServer
-
     folder = tmp_path_factory.mktemp("cold")
     server = StockServer(stock_lib, "7.0.0", folder / "log", folder / "entries")
     try:

@@ -12,7 +12,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 #: Last lines of a failed command's output that are shown.
 TAIL_LINES = 25
@@ -137,10 +137,10 @@ def venv_python(folder: Path) -> Path:
     return folder / "bin" / "python"
 
 
-def pip(python: Path, *arguments: str | Path, what: str, timeout: float = 900, **options: object) -> str:
+def pip(python: Path, *arguments: str | Path, what: str, timeout: float = 900, **options: Any) -> str:
     """Run pip without questions, with a long read timeout and retries. Raises CannotPrepare."""
-    base = [python, "-m", "pip", "--disable-pip-version-check", "--no-input", "--retries", "5"]
-    return run([*base, *arguments], what=what, timeout=timeout, **options)  # type: ignore[arg-type]
+    base: list[str | Path] = [python, "-m", "pip", "--disable-pip-version-check", "--no-input", "--retries", "5"]
+    return run([*base, *arguments], what=what, timeout=timeout, **options)
 
 
 def write_atomically(path: Path, text: str) -> None:

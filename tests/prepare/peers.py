@@ -204,8 +204,8 @@ def _build_older(protocol: str, tools: Path) -> None:
         log = peers_directory() / f"{folder.name}.log"
         path = {"PATH": f"{tools}{os.pathsep}{os.environ.get('PATH', os.defpath)}"}
         output = f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={made / 'lib'}"
-        configure = [
-            "cmake",
+        configure: list[str | Path] = [
+            tools / "cmake",
             "-S",
             project,
             "-B",
@@ -216,14 +216,17 @@ def _build_older(protocol: str, tools: Path) -> None:
             output,
             *_OLDER_OPTIONS,
         ]
-        run(
-            [tools / configure[0], *configure[1:]],
-            what=f"configuring ggml of {release}",
-            timeout=300,
-            env=path,
-            log=log,
-        )
-        compile_ = [tools / "cmake", "--build", build, "--target", "ggml", "ggml-base", "ggml-cpu", "ggml-rpc"]
+        run(configure, what=f"configuring ggml of {release}", timeout=300, env=path, log=log)
+        compile_: list[str | Path] = [
+            tools / "cmake",
+            "--build",
+            build,
+            "--target",
+            "ggml",
+            "ggml-base",
+            "ggml-cpu",
+            "ggml-rpc",
+        ]
         run(compile_, what=f"compiling ggml of {release}", timeout=1800, env=path, log=log)
         (made / ".complete").write_text(_recipe(protocol))
         shutil.rmtree(folder, ignore_errors=True)
@@ -236,7 +239,7 @@ def _sdist(release: str, python: Path, work: Path) -> Path:
     kept = cache_directory() / "sdist" / name
     if kept.is_file():
         return kept
-    wanted = ["--no-deps", "--no-binary", PACKAGE, "--dest", work, f"{PACKAGE}=={release}"]
+    wanted: list[str | Path] = ["--no-deps", "--no-binary", PACKAGE, "--dest", work, f"{PACKAGE}=={release}"]
     pip(python, "download", *wanted, what=f"downloading the sdist of {PACKAGE} {release}")
     return work / name
 

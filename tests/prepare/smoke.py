@@ -40,9 +40,9 @@ def smoke(library_folder: Path, protocol: str, *, seconds: float = 20.0) -> str 
             while not listening(port):
                 if process.poll() is not None or time.monotonic() > deadline:
                     output.seek(0)
-                    said = output.read().decode(errors="replace").strip().splitlines()[-1:]
+                    last = output.read().decode(errors="replace").strip().splitlines()[-1:]
                     state = "still running" if process.poll() is None else f"exit code {process.returncode}"
-                    return f"the server does not listen ({state}): {' '.join(said)}"
+                    return f"the server does not listen ({state}): {' '.join(last)}"
                 time.sleep(0.01)
             answer = _greet(port, protocol)
         except OSError as problem:
@@ -50,11 +50,10 @@ def smoke(library_folder: Path, protocol: str, *, seconds: float = 20.0) -> str 
         finally:
             process.kill()
             process.wait()
-    said = ".".join(map(str, answer))
     # The patch level follows the number of operations upstream knows; it is no part of the wire format.
-    return (
-        None if tuple(answer[:2]) == tuple(map(int, protocol.split(".")[:2])) else f"it speaks {said}, not {protocol}"
-    )
+    if tuple(answer[:2]) == tuple(map(int, protocol.split(".")[:2])):
+        return None
+    return f"it speaks {'.'.join(map(str, answer))}, not {protocol}"
 
 
 def _greet(port: int, protocol: str) -> bytes:

@@ -50,10 +50,13 @@ class LeakCheck:
         """True once there are no more descriptors and threads than at the start (what just ended may take a moment)."""
 
         def back() -> bool:
-            gc.collect()
             return open_descriptors() <= self.descriptors and threading.active_count() <= self.threads
 
-        return eventually(back)
+        def back_without_garbage() -> bool:
+            gc.collect()
+            return back()
+
+        return back() or eventually(back_without_garbage)
 
     def report(self) -> str:
         """What there is more of, for a failure's text."""

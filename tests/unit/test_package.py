@@ -12,7 +12,7 @@ import pytest
 
 import weightwire
 
-SOURCE = Path(weightwire.__file__).parent
+SOURCE = Path(__file__).resolve().parents[2] / "src" / "weightwire"
 
 
 def test_public_names_are_there() -> None:

@@ -99,9 +99,7 @@ def test_progress_is_in_bytes_of_the_whole(connection: Connection, monkeypatch: 
     ]
 
 
-def test_progress_counts_a_second_time_while_verifying(
-    connection: Connection, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_progress_counts_a_second_time_while_verifying(connection: Connection, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verifying, "READ_CHUNK", MIB)
     monkeypatch.setattr(verifying, "TELL_EVERY", 2 * MIB)
     arrays = {"big": np.zeros(5 * MIB + 3, np.uint8), "s": np.zeros(10, np.uint8)}
