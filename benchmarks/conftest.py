@@ -6,7 +6,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 _HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(_HERE), str(_HERE.parent / "tests")]
@@ -34,3 +36,14 @@ def stock_library() -> Path:
     if found is None:
         pytest.skip(f"no stock peer here ({peers.why_missing(peers.FULL_PROTOCOL)}); ./test --prepare-only builds it")
     return found
+
+
+@pytest.fixture(scope="session")
+def equal_tensors(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A safetensors file of 16 tensors of 64 MiB: what large layers look like to a server that buffers each whole."""
+    path = tmp_path_factory.mktemp("equal") / "equal.safetensors"
+    generator = np.random.default_rng(1)
+    size = NBYTES // 16
+    save_file({f"layer.{index}": generator.integers(0, 256, size, dtype=np.uint8) for index in range(16)}, path)
+    yield path
+    path.unlink()

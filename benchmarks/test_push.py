@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from harness.rounds import Peer, Rounds
+from harness.rounds import Peer, Rounds, settle
 from harness.socket_pair import SocketPairPeer
 from harness.stock_pair import StockPeer
 from harness.weightwire_pair import WeightwirePeer
@@ -39,14 +39,21 @@ def stack() -> Iterator[ExitStack]:
 
 @pytest.mark.bench
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize("shape", ["mix", "64 MiB tensors"])
 def test_push_uncached(
-    benchmark: BenchmarkFixture, synthetic_model: Path, stock_library: Path, stack: ExitStack
+    benchmark: BenchmarkFixture,
+    shape: str,
+    synthetic_model: Path,
+    equal_tensors: Path,
+    stock_library: Path,
+    stack: ExitStack,
 ) -> None:
-    subject = WeightwirePeer(synthetic_model)
+    path = synthetic_model if shape == "mix" else equal_tensors
+    subject = WeightwirePeer(path)
     others: list[Peer] = [
-        SocketPairPeer(synthetic_model, populate=False),
-        SocketPairPeer(synthetic_model, populate=True),
-        StockPeer(stock_library, synthetic_model, file_ranges(synthetic_model)),
+        SocketPairPeer(path, populate=False),
+        SocketPairPeer(path, populate=True),
+        StockPeer(stock_library, path, file_ranges(path)),
     ]
     for peer in (subject, *others):
         stack.callback(peer.close)
@@ -57,7 +64,9 @@ def test_push_uncached(
 
     def run_the_others() -> None:
         for peer in others:
+            settle(subject.nbytes)
             rounds.add(peer.name, peer.round())
+        settle(subject.nbytes)
 
     def push() -> None:
         rounds.add(subject.name, subject.round())

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from weightwire.transport.memory import HostRegion
+
 
 class Peer(Protocol):
     """One way of moving the work's bytes. ``round()`` moves them once and returns the seconds it took."""
@@ -49,11 +51,22 @@ class Rounds:
         }
 
 
+def settle(nbytes: int) -> None:
+    """Touch ``nbytes`` bytes of fresh memory and give them back.
+
+    Before every round of every peer: what fresh memory costs depends on who returned some last (a virtual machine's
+    host may have taken it back meanwhile), and the peer that happens to follow must not be the one to pay.
+    """
+    region = HostRegion(nbytes)
+    region.populate(0, nbytes)
+
+
 def alternate(peers: list[Peer], nbytes: int, rounds: int, warmup: int = 1) -> Rounds:
     """Run ``peers`` in turn, A B C A B C, ``rounds`` times after ``warmup`` uncounted turns."""
     result = Rounds(nbytes)
     for turn in range(warmup + rounds):
         for peer in peers:
+            settle(nbytes)
             took = peer.round()
             if turn >= warmup:
                 result.add(peer.name, took)

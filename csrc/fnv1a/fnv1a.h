@@ -44,6 +44,8 @@ struct ww_fnv1a_many {
     size_t next;                              /* first job no lane has taken */
     size_t active;                            /* lanes in use; they stand first */
     struct ww_fnv1a_lane lane[WW_FNV1A_LANES];
+    int64_t until_ns;                         /* CLOCK_MONOTONIC: when the running call comes back; set by each call */
+    int late;                                 /* that moment has passed */
     size_t failed;                            /* the job of a failure */
     uint64_t failed_at;                       /* and the offset in its file */
 };
@@ -51,8 +53,9 @@ struct ww_fnv1a_many {
 /* windows: WW_FNV1A_LANES * WW_FNV1A_WINDOW bytes for the lanes to read files into; NULL if no job is a file. */
 void ww_fnv1a_many_start(struct ww_fnv1a_many *many, struct ww_fnv1a_job *jobs, size_t count, uint8_t *windows);
 
-/* Goes on for about `budget` bytes. WW_DONE: every job has its hash. WW_PAUSED: call again.
+/* Goes on for about `budget` bytes, or, where files are slow, until it has read for `slice_ns`; some bytes are hashed
+ * however short that is. WW_DONE: every job has its hash. WW_PAUSED: look around, then call again, or never again.
  * WW_SHORT or WW_FAILED ("pread"): many->failed and many->failed_at say where; do not go on. */
-struct ww_status ww_fnv1a_many_run(struct ww_fnv1a_many *many, uint64_t budget);
+struct ww_status ww_fnv1a_many_run(struct ww_fnv1a_many *many, uint64_t budget, int64_t slice_ns);
 
 #endif

@@ -84,6 +84,13 @@ struct ww_status ww_socket_failure(int error, const char *operation)
     }
 }
 
+int ww_socket_ended(int fd)
+{
+    /* Without POLLIN, which bytes that nobody has read yet would raise too. */
+    struct pollfd watched = {.fd = fd, .events = POLLRDHUP};
+    return poll(&watched, 1, 0) > 0;
+}
+
 struct ww_status ww_socket_prepare(int fd)
 {
     int flags = fcntl(fd, F_GETFL);

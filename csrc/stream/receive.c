@@ -7,7 +7,7 @@
 /* While this much or more is to come, sleep until that much is there: woken for every packet, the receiver takes the
  * processor from whoever else fills, touches or sends memory, and moves half as much. Measured over loopback; larger marks
  * let the sender run dry. */
-#define LOW_WATER ((size_t)128 << 10)
+#define LOW_WATER ((size_t)256 << 10)
 
 static void set_low_water(int fd, size_t nbytes)
 {

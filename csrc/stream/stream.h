@@ -78,6 +78,9 @@ struct ww_status ww_send_file(int fd, struct ww_file_part *part, struct ww_file_
 /* Gives back what ww_send_file holds for the part; after the last call, however it ended. */
 void ww_file_part_close(struct ww_file_part *part);
 
+/* Whether the peer has closed or reset the connection, as far as is known now. Takes no bytes, never waits. */
+int ww_socket_ended(int fd);
+
 /* Puts a socket in non-blocking mode. */
 struct ww_status ww_socket_prepare(int fd);
 

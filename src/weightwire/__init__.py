@@ -5,9 +5,7 @@ The public names, nothing else; each is imported when first used, so that ``impo
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING
-
+TYPE_CHECKING = False  # typing's own would have to be imported
 if TYPE_CHECKING:
     from weightwire.cache import TensorCache
     from weightwire.client import Connection, RemoteTensor, connect
@@ -55,6 +53,8 @@ def __getattr__(name: str) -> object:
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
     value: object = getattr(import_module(f"{__name__}.{home}"), name)
     globals()[name] = value
     return value

@@ -7,9 +7,11 @@ which names the variable or the option it came from. docs/configuration.md lists
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
-from collections.abc import Callable, Mapping
+import reprlib
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Self, TypeVar
 
@@ -21,11 +23,14 @@ __all__ = [
     "RETAIN_MODES",
     "ClientConfig",
     "ServerConfig",
+    "checked_seconds",
     "parse_choice",
+    "parse_host",
     "parse_port",
     "parse_seconds",
     "parse_size",
     "parse_version",
+    "shown",
 ]
 
 DEFAULT_PORT = 50052
@@ -34,10 +39,26 @@ RETAIN_MODES = ("connection", "process")
 
 _T = TypeVar("_T")
 _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*(?:([kmgt])?(i?b)?)", re.IGNORECASE)
-_VERSION = re.compile(r"\d{1,3}\.\d{1,3}(?:\.\d{1,3})?")
+_SIZE = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*(?:([kmgt])?(i?b)?)", re.IGNORECASE | re.ASCII)
+_VERSION = re.compile(r"\d{1,3}\.\d{1,3}(?:\.\d{1,3})?", re.ASCII)
 _MAX_BYTES = (1 << 63) - 1
 _MAX_SECONDS = 86_400.0 * 365
+
+
+def checked_seconds(name: str, value: object) -> float:
+    """A number of seconds above 0 and at most a year; ConfigError, naming ``name``, for anything else."""
+    # Compared before it is made a float: an int may be too large for one.
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= _MAX_SECONDS:
+        return float(value)
+    raise ConfigError(f"{name}={shown(value)} is not a number of seconds above 0 and at most a year", hint="such as 30")
+
+
+def shown(value: object) -> str:
+    """``value`` as a message shows it, shortened."""
+    # Python refuses to write out a very long int.
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"(an int of {value.bit_length()} bits)"
+    return reprlib.repr(value)
 
 
 def parse_size(text: str) -> int:
@@ -69,6 +90,37 @@ def parse_seconds(text: str) -> float:
     return seconds
 
 
+def parse_host(text: str) -> str:
+    """Check an address or name to listen on, and take the brackets off an IPv6 address (``"[::1]"``).
+
+    Raises ValueError for what is empty (it would mean every address), for one with a port, and for what can be neither
+    name nor address.
+    """
+    host = text.strip()
+    if not host:
+        raise ValueError("it is empty; 0.0.0.0 is every IPv4 address of this machine, and :: every address")
+    bracketed = host.startswith("[")
+    if bracketed:
+        host, closed, rest = host[1:].partition("]")
+        if closed and re.fullmatch(r":[0-9]*", rest):
+            raise ValueError(f"{text!r} names a port, which is a setting of its own")
+        if not closed or rest:
+            raise ValueError(f"{text!r} is not an address in brackets, such as [::1]")
+    if bracketed or ":" in host:
+        address, percent, zone = host.partition("%")
+        try:
+            ipaddress.IPv6Address(address)
+        except ValueError:
+            if not bracketed and re.fullmatch(r"[^:]+:[0-9]*", host):
+                raise ValueError(f"{text!r} names a port, which is a setting of its own") from None
+            raise ValueError(f"{text!r} is not an IPv6 address") from None
+        if percent and not re.fullmatch(r"[^\s%/\[\]\0]+", zone):
+            raise ValueError(f"{text!r}: {zone!r} is not the name of a network interface")
+    elif not re.fullmatch(r"[^\s/%*\[\]\0]+", host):
+        raise ValueError(f"{text!r} is not a host name or address")
+    return host
+
+
 def parse_port(text: str) -> int:
     """Turn ``"50052"`` into a TCP port; 0 asks the system for a free one. Raises ValueError outside 0 to 65535."""
     if not re.fullmatch(r"[0-9]{1,5}", text.strip()) or int(text) > 65535:
@@ -98,6 +150,8 @@ def parse_choice(choices: tuple[str, ...]) -> Callable[[str], str]:
 def _text(text: str) -> str:
     if not text.strip():
         raise ValueError("it is empty")
+    if "\0" in text:
+        raise ValueError(f"{text!r} has a NUL character in it")
     return text
 
 
@@ -106,6 +160,7 @@ def _resolve(
     arguments: Mapping[str, Any],
     environ: Mapping[str, str] | None,
     sources: Mapping[str, tuple[str, Callable[[str], Any]]],
+    settings: Collection[str] | None = None,
 ) -> _T:
     environ = os.environ if environ is None else environ
     names = {field.name for field in fields(cls)}  # type: ignore[arg-type]
@@ -113,10 +168,14 @@ def _resolve(
     for name, value in arguments.items():
         if name not in names:
             raise ConfigError(f"unknown setting {name!r}", hint=f"known ones: {', '.join(sorted(names))}")
-        if value is not None:
-            values[name] = value
+        if value is None:
+            continue
+        try:
+            values[name] = sources[name][1](value) if isinstance(value, str) else value
+        except ValueError as error:
+            raise ConfigError(f"--{name}: {error}", hint="see docs/configuration.md") from None
     for name, (variable, parse) in sources.items():
-        if name in values or variable not in environ:
+        if name in values or variable not in environ or (settings is not None and name not in settings):
             continue
         try:
             values[name] = parse(environ[variable])
@@ -148,8 +207,12 @@ class ClientConfig:
         protocol: str | None = None,
         cache: str | None = None,
         environ: Mapping[str, str] | None = None,
+        settings: Collection[str] | None = None,
     ) -> Self:
-        """Settle the client's settings. Raises ConfigError naming the variable that cannot be used."""
+        """Settle the client's settings. Raises ConfigError naming the option or variable that cannot be used.
+
+        ``settings`` are those whose variables are read (``None``: all), for a verb that does not have the others.
+        """
         return _resolve(
             cls,
             {"timeout": timeout, "protocol": protocol, "cache": cache},
@@ -159,6 +222,7 @@ class ClientConfig:
                 "protocol": ("WEIGHTWIRE_PROTOCOL", parse_version),
                 "cache": ("WEIGHTWIRE_CACHE", parse_choice(CACHE_MODES)),
             },
+            settings,
         )
 
 
@@ -189,13 +253,13 @@ class ServerConfig:
         memory: int | None = None,
         environ: Mapping[str, str] | None = None,
     ) -> Self:
-        """Settle the server's settings. Raises ConfigError naming the variable that cannot be used."""
+        """Settle the server's settings. Raises ConfigError naming the option or variable that cannot be used."""
         return _resolve(
             cls,
             {"host": host, "port": port, "cache": cache, "protocol": protocol, "retain": retain, "memory": memory},
             environ,
             {
-                "host": ("WEIGHTWIRE_SERVER_HOST", str),
+                "host": ("WEIGHTWIRE_SERVER_HOST", parse_host),
                 "port": ("WEIGHTWIRE_SERVER_PORT", parse_port),
                 "cache": ("WEIGHTWIRE_SERVER_CACHE", _text),
                 "protocol": ("WEIGHTWIRE_SERVER_PROTOCOL", parse_version),

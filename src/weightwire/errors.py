@@ -114,7 +114,10 @@ class TransferTimeout(WeightwireError, TimeoutError):
 
 
 class ServerBusy(TransferTimeout):
-    """The server took the connection and never answered HELLO: a stock server serves one client at a time."""
+    """The server took the connection and did not answer HELLO.
+
+    A stock server serves one client at a time, and one of weightwire's no more than it was told to.
+    """
 
 
 class TransportError(WeightwireError, OSError):

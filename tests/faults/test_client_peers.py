@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 import threading
 from collections.abc import Callable
@@ -101,6 +102,11 @@ def push(server: StandIn, model: object, *, timeout: float = 20.0, **options: ob
     return caught.value
 
 
+def counts(error: WeightwireError) -> list[tuple[int, int]]:
+    """Each "so many of so many bytes" that a message tells: there must be one, of the tensor."""
+    return [(int(done), int(nbytes)) for done, nbytes in re.findall(r"(\d+) of (\d+) bytes", str(error))]
+
+
 answered = pytest.mark.parametrize("command", [15, 1, 2, 13, 0, 3, 7], ids=lambda number: f"command {number}")
 
 
@@ -124,12 +130,14 @@ def test_closing_instead_of_answering(command: int, padded: Path, no_leaks: Leak
     assert error.position == "after"
     assert "its log says why" in error.hint
     assert error.tensor == {13: "padded", 7: "big"}.get(command)
+    assert counts(error) == []
 
 
 @answered
 def test_resetting_instead_of_answering(command: int, padded: Path, no_leaks: LeakCheck) -> None:
     error = push(Until(command, reset), padded, cache="always")
     assert isinstance(error, PeerClosed)
+    assert "reset the connection" in error.detail
 
 
 @answered
@@ -144,6 +152,7 @@ def test_stalling_instead_of_answering(command: int, padded: Path, no_leaks: Lea
     error = push(Until(command, stall), padded, cache="always", timeout=0.3)
     assert isinstance(error, TransferTimeout)
     assert error.phase == "receive"
+    assert error.hint
     assert error.tensor == {13: "padded", 7: "big"}.get(command)
 
 
@@ -166,6 +175,7 @@ def test_dying_inside_a_payload(no_leaks: LeakCheck) -> None:
     assert error.tensor == "big"
     assert 4 * MIB < error.bytes_done < 40 * MIB
     assert "'big'" in str(error)
+    assert counts(error) == [(error.bytes_done, 40 * MIB)]
 
 
 def test_dying_inside_a_payload_from_a_file(padded: Path, no_leaks: LeakCheck) -> None:
@@ -191,10 +201,15 @@ def test_stalling_inside_a_payload(no_leaks: LeakCheck) -> None:
         with pytest.raises(TransferTimeout) as caught:
             connection.push(LARGE)
         ended.set()
-    assert caught.value.phase == "send"
-    assert caught.value.tensor == "big"
-    assert 4 * MIB < caught.value.bytes_done < 40 * MIB
-    assert caught.value.elapsed >= 0.4
+    error = caught.value
+    assert error.phase == "send"
+    assert error.tensor == "big"
+    assert 4 * MIB < error.bytes_done < 40 * MIB
+    assert counts(error) == [(error.bytes_done, 40 * MIB)]
+    assert "nothing moved" in error.detail
+    assert scripted.endpoint in error.detail
+    assert "stalled" in error.hint
+    assert error.elapsed >= 0.4
 
 
 def test_a_stall_among_small_tensors_names_the_one_it_stopped_in(no_leaks: LeakCheck) -> None:

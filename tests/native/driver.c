@@ -51,13 +51,20 @@ static int file_of(const uint8_t *data, size_t n)
     return fd;
 }
 
+static struct ww_status hash_slices(struct ww_fnv1a_many *many, uint64_t budget, int64_t slice_ns, unsigned *pauses)
+{
+    for (*pauses = 0;; ++*pauses) {
+        struct ww_status status = ww_fnv1a_many_run(many, budget, slice_ns);
+        if (status.code != WW_PAUSED) {
+            return status;
+        }
+    }
+}
+
 static struct ww_status hash_all(struct ww_fnv1a_many *many, uint64_t budget)
 {
-    struct ww_status status;
-    do {
-        status = ww_fnv1a_many_run(many, budget);
-    } while (status.code == WW_PAUSED);
-    return status;
+    unsigned pauses;
+    return hash_slices(many, budget, INT64_MAX / 2, &pauses);
 }
 
 static void hashing(void)
@@ -94,10 +101,20 @@ static void hashing(void)
             free(data[i]);
         }
     }
-    uint8_t *data = noise(1000, 5);
-    int fd = file_of(data, 1000);
-    struct ww_fnv1a_job jobs[2] = {{.data = data, .nbytes = 1000}, {.fd = fd, .offset = 100, .nbytes = 901}};
+    size_t long_one = 5 * WW_FNV1A_WINDOW + 9; /* a slice without any time: back after each read, further each time */
+    uint8_t *data = noise(long_one, 3);
+    int fd = file_of(data, long_one);
+    struct ww_fnv1a_job one = {.fd = fd, .nbytes = long_one, .hash = WW_FNV1A_OFFSET};
     struct ww_fnv1a_many many;
+    unsigned pauses;
+    ww_fnv1a_many_start(&many, &one, 1, windows);
+    CHECK(hash_slices(&many, UINT64_MAX, 0, &pauses).code == WW_DONE);
+    CHECK(one.hash == plain(data, long_one) && pauses >= 4 && pauses <= 6);
+    close(fd);
+    free(data);
+    data = noise(1000, 5);
+    fd = file_of(data, 1000);
+    struct ww_fnv1a_job jobs[2] = {{.data = data, .nbytes = 1000}, {.fd = fd, .offset = 100, .nbytes = 901}};
     ww_fnv1a_many_start(&many, jobs, 2, windows);
     CHECK(hash_all(&many, 64).code == WW_SHORT);
     CHECK(many.failed == 1 && many.failed_at == 1000);
@@ -266,6 +283,7 @@ static void ends(void)
     ww_flow_start(&flow, -1); /* a slice ends by itself */
     CHECK(ww_recv_exact(fd[0], data, 5, &flow).code == WW_PAUSED);
 
+    CHECK(!ww_socket_ended(fd[0]));
     CHECK(write(fd[1], "abc", 3) == 3); /* the peer closes inside a message, while we wait */
     pthread_t thread;
     CHECK(pthread_create(&thread, NULL, close_later, &fd[1]) == 0);
@@ -275,6 +293,7 @@ static void ends(void)
     } while (status.code == WW_PAUSED);
     CHECK(status.code == WW_CLOSED && status.error == 0 && flow.done == 3 && memcmp(data, "abc", 3) == 0);
     pthread_join(thread, NULL);
+    CHECK(ww_socket_ended(fd[0]));
 
     signal(SIGPIPE, SIG_DFL); /* and is not there any more when we send */
     struct iovec vector = {.iov_base = data, .iov_len = sizeof data};

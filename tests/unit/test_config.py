@@ -10,6 +10,7 @@ from weightwire.config import (
     ClientConfig,
     ServerConfig,
     parse_choice,
+    parse_host,
     parse_port,
     parse_seconds,
     parse_size,
@@ -56,6 +57,49 @@ def test_seconds() -> None:
             parse_seconds(text)
 
 
+@pytest.mark.parametrize(
+    ("text", "host"),
+    [
+        ("127.0.0.1", "127.0.0.1"),
+        (" node-7.example ", "node-7.example"),
+        ("::", "::"),
+        ("[::1]", "::1"),
+        ("fe80::1%eth0", "fe80::1%eth0"),
+        ("[fe80::1%eth0]", "fe80::1%eth0"),
+        ("bücher.example", "bücher.example"),
+    ],
+)
+def test_hosts(text: str, host: str) -> None:
+    assert parse_host(text) == host
+    assert parse_host(host) == host
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "it is empty"),
+        ("  ", "it is empty"),
+        ("127.0.0.1:5000", "names a port"),
+        ("node:", "names a port"),
+        ("[::1]:5000", "names a port"),
+        ("[::1]x", "not an address in brackets"),
+        ("[::1", "not an address in brackets"),
+        ("[127.0.0.1]", "not an IPv6 address"),
+        ("[]", "not an IPv6 address"),
+        ("1::2::3", "not an IPv6 address"),
+        ("fe80::1%", "not an IPv6 address|network interface"),
+        ("fe80::1%a b", "network interface"),
+        ("*", "not a host name"),
+        ("a b", "not a host name"),
+        ("a\0b", "not a host name"),
+        ("http://a", "not an IPv6 address"),
+    ],
+)
+def test_hosts_that_are_refused(text: str, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        parse_host(text)
+
+
 def test_ports() -> None:
     assert [parse_port(text) for text in ("0", "65535")] == [0, 65535]
     for text in ("65536", "-1", "http", "", "1.0", "٣"):
@@ -66,7 +110,7 @@ def test_ports() -> None:
 def test_versions() -> None:
     assert parse_version(" 7.0.0 ") == "7.0.0"
     assert parse_version("3.6") == "3.6"
-    for text in ("7", "7.x", "v7.0", "7.0.0.0", ""):
+    for text in ("7", "7.x", "v7.0", "7.0.0.0", "", "٧.0"):
         with pytest.raises(ValueError, match="version"):
             parse_version(text)
 
@@ -108,7 +152,10 @@ def test_every_server_setting_has_its_variable() -> None:
     ("variable", "value"),
     [
         ("WEIGHTWIRE_SERVER_PORT", "70000"),
+        ("WEIGHTWIRE_SERVER_HOST", ""),
         ("WEIGHTWIRE_SERVER_CACHE", " "),
+        ("WEIGHTWIRE_SERVER_CACHE", "a\0b"),
+        ("WEIGHTWIRE_SERVER_HOST", "127.0.0.1:5000"),
         ("WEIGHTWIRE_SERVER_PROTOCOL", "seven"),
         ("WEIGHTWIRE_SERVER_RETAIN", "forever"),
         ("WEIGHTWIRE_SERVER_MEMORY", "lots"),
@@ -117,8 +164,27 @@ def test_every_server_setting_has_its_variable() -> None:
 def test_a_bad_server_variable_is_named(variable: str, value: str) -> None:
     with pytest.raises(ConfigError, match=variable) as caught:
         ServerConfig.resolve(environ={variable: value})
-    assert value in caught.value.detail
+    assert value in caught.value.detail or repr(value) in caught.value.detail
     assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("arguments", "option"),
+    [
+        ({"host": ""}, "--host"),
+        ({"host": "[::1]:7"}, "--host"),
+        ({"cache": ""}, "--cache"),
+        ({"retain": "for ever"}, "--retain"),
+        ({"protocol": "seven"}, "--protocol"),
+    ],
+)
+def test_a_bad_server_option_is_named(arguments: dict[str, str], option: str) -> None:
+    with pytest.raises(ConfigError, match=option):
+        ServerConfig.resolve(**arguments, environ={})  # type: ignore[arg-type]
+
+
+def test_brackets_are_taken_off_an_option_too() -> None:
+    assert ServerConfig.resolve(host="[::1]", environ={}).host == "::1"
 
 
 @pytest.mark.parametrize(
@@ -129,6 +195,13 @@ def test_a_bad_client_variable_is_named_unless_an_argument_makes_it_moot(variabl
         ClientConfig.resolve(environ={variable: value})
     given = ClientConfig.resolve(timeout=1.0, protocol="7.0", cache="auto", environ={variable: value})
     assert given == ClientConfig(1.0, "7.0", "auto")
+
+
+def test_a_verb_reads_no_variables_of_settings_it_does_not_have() -> None:
+    environ = {"WEIGHTWIRE_TIMEOUT": "5", "WEIGHTWIRE_CACHE": "x", "WEIGHTWIRE_PROTOCOL": "x"}
+    assert ClientConfig.resolve(environ=environ, settings=("timeout",)) == ClientConfig(timeout=5.0)
+    with pytest.raises(ConfigError, match="WEIGHTWIRE_PROTOCOL"):
+        ClientConfig.resolve(environ=environ, settings=("timeout", "protocol"))
 
 
 def test_settings_do_not_change() -> None:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import pytest
 
-from weightwire.cli import main
+from weightwire.cli.root import root
 from weightwire.model.synthetic import write_synthetic_gguf
 
 pytestmark = pytest.mark.timeout(120)
@@ -109,14 +109,14 @@ def commands(path: Path) -> Iterator[tuple[int, list[str]]]:
 def test_the_commands_of_a_document_can_be_given(path: Path) -> None:
     for number, (verb, *arguments) in commands(path):
         try:
-            main.commands[verb].make_context(verb, arguments)
+            root.commands[verb].make_context(verb, arguments)
         except Exception as error:
             pytest.fail(f"{identifier(path)}:{number}: weightwire {verb} {shlex.join(arguments)}: {error}")
 
 
 def test_the_documents_show_every_verb() -> None:
     shown = {verb for path in DOCUMENTS for _, (verb, *_) in commands(path)}
-    assert shown == set(main.commands)
+    assert shown == set(root.commands)
 
 
 def test_the_readme_has_the_two_commands_in_one_block() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import time
@@ -86,6 +87,51 @@ def test_any_buffer_is_taken() -> None:
     expected = slow(values.tobytes())
     assert fnv1a64(values) == fnv1a64(np.frombuffer(values)) == fnv1a64(bytearray(values.tobytes())) == expected
     assert fnv1a64(np.frombuffer(values).reshape(2, 1)) == expected
+
+
+@pytest.mark.parametrize("lanes", [1, 4])
+def test_a_check_that_raises_ends_it(tmp_path: Path, lanes: int) -> None:
+    """Of a terabyte without data: hashed to its end, it would take far longer than a test may."""
+    path = tmp_path / "huge"
+    calls = 0
+
+    def check() -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise LookupError
+
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+    with path.open("rb") as file, pytest.raises(LookupError):
+        hash_payloads([FileRange(file.fileno(), lane, 1 << 39, str(path)) for lane in range(lanes)], check=check)
+    assert calls == 3
+
+
+def test_a_check_that_returns_changes_nothing() -> None:
+    data = np.arange((70 << 20) + 7, dtype=np.uint8)
+    calls: list[None] = []
+    assert hash_payloads([data, b"x"], check=lambda: calls.append(None)) == [fnv1a64(data), fnv1a64(b"x")]
+    assert len(calls) >= 2
+
+
+def test_an_interrupt_ends_it(tmp_path: Path) -> None:
+    path = tmp_path / "huge"
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+
+    def interrupt(number: int, frame: object) -> None:
+        raise LookupError
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1))
+    try:
+        with path.open("rb") as file, pytest.raises(LookupError):
+            timer.start()
+            hash_payload(FileRange(file.fileno(), 0, 1 << 40, str(path)))
+    finally:
+        timer.join()
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_no_buffers() -> None:

@@ -44,7 +44,7 @@ cdef extern from "fnv1a/fnv1a.h" nogil:
 
     uint64_t ww_fnv1a64(const void *data, size_t n, uint64_t hash) noexcept
     void ww_fnv1a_many_start(ww_fnv1a_many *many, ww_fnv1a_job *jobs, size_t count, uint8_t *windows) noexcept
-    ww_status ww_fnv1a_many_run(ww_fnv1a_many *many, uint64_t budget) noexcept
+    ww_status ww_fnv1a_many_run(ww_fnv1a_many *many, uint64_t budget, int64_t slice_ns) noexcept
 
 
 cdef extern from "memory/memory.h" nogil:
@@ -84,6 +84,7 @@ cdef extern from "stream/stream.h" nogil:
     void ww_file_part_close(ww_file_part *part) noexcept
     ww_status ww_read_file(int fd, uint64_t offset, void *data, size_t nbytes, size_t *got) noexcept
     ww_status ww_socket_prepare(int fd) noexcept
+    int ww_socket_ended(int fd) noexcept
 
 
 cdef inline int take_buffer(object source, Py_buffer *view) except -1:

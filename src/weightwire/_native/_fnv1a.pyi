@@ -1,4 +1,4 @@
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from typing_extensions import Buffer
@@ -8,4 +8,6 @@ from weightwire.ranges import FileRange
 OFFSET: Final[int]
 
 def fnv1a64(data: Buffer, start: int = ...) -> int: ...
-def fnv1a64_payloads(payloads: Iterable[Buffer | FileRange]) -> list[int]: ...
+def fnv1a64_payloads(
+    payloads: Iterable[Buffer | FileRange], check: Callable[[], object] | None = None
+) -> list[int]: ...

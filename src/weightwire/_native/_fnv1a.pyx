@@ -3,7 +3,7 @@
 from cpython.buffer cimport PyBuffer_Release
 from cpython.exc cimport PyErr_CheckSignals
 from cpython.mem cimport PyMem_Calloc, PyMem_Free, PyMem_Malloc
-from libc.stdint cimport uint8_t, uint64_t
+from libc.stdint cimport int64_t, uint8_t, uint64_t
 from libc.stddef cimport size_t
 
 from weightwire._native._core cimport (
@@ -20,8 +20,9 @@ OFFSET = WW_FNV1A_OFFSET
 
 # Below this much work another thread would not get far before it had to wait for us again.
 cdef size_t KEEP_GIL = 2048
-# Hashed between two looks at pending signals: under 0.1 s even for one buffer alone.
-cdef size_t STEP = 48 << 20
+# Hashed, or read from slow files, between two looks around: under 0.1 s even for one buffer alone.
+cdef size_t STEP = 32 << 20
+cdef int64_t SLICE_NS = 100000000
 
 
 cdef object raise_failure(ww_status status, ww_fnv1a_many *many, object source):
@@ -62,8 +63,11 @@ def fnv1a64(data, uint64_t start=WW_FNV1A_OFFSET):
         PyBuffer_Release(&view)
 
 
-def fnv1a64_payloads(payloads):
-    """FNV-1a 64 of each payload (a buffer or a ``FileRange``), four at a time in this thread."""
+def fnv1a64_payloads(payloads, check=None):
+    """FNV-1a 64 of each payload (a buffer or a ``FileRange``), four at a time in this thread.
+
+    ``check()`` is called between slices; what it raises ends the work.
+    """
     cdef list sources = list(payloads)
     cdef Py_ssize_t count = len(sources), taken = 0, i
     cdef ww_fnv1a_job *jobs = NULL
@@ -100,14 +104,16 @@ def fnv1a64_payloads(payloads):
             total += jobs[i].nbytes
         ww_fnv1a_many_start(&many, jobs, count, windows)
         if total < KEEP_GIL and windows == NULL:
-            status = ww_fnv1a_many_run(&many, KEEP_GIL)
+            status = ww_fnv1a_many_run(&many, KEEP_GIL, SLICE_NS)
         else:
             while True:
                 with nogil:
-                    status = ww_fnv1a_many_run(&many, STEP)
+                    status = ww_fnv1a_many_run(&many, STEP, SLICE_NS)
                 if status.code != WW_PAUSED:
                     break
                 PyErr_CheckSignals()
+                if check is not None:
+                    check()
         if status.code != WW_DONE:
             raise_failure(status, &many, sources[many.failed])
         return [jobs[i].hash for i in range(count)]

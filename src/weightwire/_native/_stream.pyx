@@ -11,7 +11,7 @@ from libc.string cimport memset
 from weightwire._native._core cimport (
     WW_CLOSED, WW_DONE, WW_FAILED, WW_PAUSED, WW_SHORT, WW_TIMEOUT,
     iovec, take_buffer, take_writable, ww_file_pace, ww_file_part, ww_file_part_close, ww_flow, ww_flow_idle, ww_flow_start, ww_parts, ww_read_file,
-    ww_recv_exact, ww_send_file, ww_send_parts, ww_socket_prepare, ww_status,
+    ww_recv_exact, ww_send_file, ww_send_parts, ww_socket_ended, ww_socket_prepare, ww_status,
 )
 
 import errno
@@ -126,6 +126,11 @@ cdef class Stream:
     def fileno(self):
         """The descriptor, -1 once closed."""
         return -1 if self.gone else self.fd
+
+    def peer_gone(self):
+        """Has the peer closed or reset the connection, or this side ended it? Takes no bytes, never waits or raises."""
+        # With the GIL held and no wait, so that close() in another thread cannot come between.
+        return bool(self.gone or self.fd < 0 or ww_socket_ended(self.fd))
 
     def shutdown(self):
         """Ends the connection both ways: a call blocked in another thread comes back with PeerClosed. Never raises."""

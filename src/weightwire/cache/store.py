@@ -9,8 +9,10 @@ same.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import os
+import re
 import stat
 import tempfile
 import threading
@@ -25,12 +27,14 @@ from weightwire.transport.memory import first_difference
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["CacheWriter", "TensorCache", "default_directory", "entry_name"]
+__all__ = ["CacheWriter", "TensorCache", "checked_directory", "default_directory", "entry_name"]
 
 logger = logging.getLogger(__name__)
 
 _PIECE: Final = 1 << 20
+_TEMP_PREFIX: Final = ".weightwire-"
 _TEMP_SUFFIX: Final = ".tmp"
+_TEMP_NAME: Final = re.compile(r"\.weightwire-[a-z0-9_]{8}\.tmp", re.ASCII)
 
 
 def entry_name(content_hash: int) -> str:
@@ -53,16 +57,31 @@ def default_directory() -> Path:
     return Path.home() / ".cache" / "llama.cpp" / "rpc"
 
 
+def checked_directory(directory: str | os.PathLike[str]) -> Path:
+    """``directory`` as a path. ConfigError if no file could have such a name, or it is empty."""
+    text: object = None
+    with contextlib.suppress(TypeError):
+        text = os.fspath(directory)
+    if not isinstance(text, str):
+        raise ConfigError(f"cache directory {directory!r} is not a path in text form")
+    if not text.strip() or "\0" in text:
+        raise ConfigError(
+            f"cache directory {text!r} cannot be the name of a directory", hint='"." is the current directory'
+        )
+    return Path(text)
+
+
 class TensorCache:
     """The entries in ``directory``, which is made if it is missing.
 
+    What a process that was killed left half written there is removed; other names than its own are never touched.
     Raises ConfigError if the directory cannot be made or is something else. Safe to use from several threads, processes
     and servers at once. Losing an entry is never an error: what cannot be read is a miss, what cannot be written is
-    logged (once per object, at WARNING; later failures at DEBUG) and forgotten.
+    logged (at WARNING; further failures at DEBUG until an entry could be written again) and forgotten.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
-        self.directory = Path(directory)
+        self.directory = checked_directory(directory)
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -71,6 +90,7 @@ class TensorCache:
                 hint="name a directory this user may write to",
             ) from error
         self._complained = threading.Event()
+        self._sweep()
 
     def __repr__(self) -> str:
         return f"TensorCache({str(self.directory)!r})"
@@ -145,17 +165,45 @@ class TensorCache:
             finally:
                 os.close(fd)
 
+    def written(self) -> None:
+        """Note that an entry could be written: the next failure is news again."""
+        self._complained.clear()
+
     def lost(self, what: str, error: OSError) -> None:
-        """Log that an entry could not be written: the first time at WARNING, later at DEBUG."""
+        """Log that an entry could not be written: at WARNING if that is new, else at DEBUG."""
         level = logging.DEBUG if self._complained.is_set() else logging.WARNING
         self._complained.set()
         logger.log(
             level,
-            "cache %s: %s failed (%s); the tensor is served but not cached, and further failures are not reported",
+            "cache %s: %s failed (%s); the tensor is served but not cached; not reported again until a write succeeds",
             self.directory,
             what,
             error.strerror or error,
         )
+
+    def _sweep(self) -> None:
+        """Remove temporary files nobody is writing any more: a writer holds a lock on its own, as long as it lives."""
+        try:
+            with os.scandir(self.directory) as entries:
+                names = [entry.name for entry in entries if _TEMP_NAME.fullmatch(entry.name)]
+        except OSError as error:
+            logger.debug("cache %s cannot be looked through: %s", self.directory, error)
+            return
+        for name in names:
+            path = self.directory / name
+            try:
+                fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            except OSError:
+                continue
+            try:
+                if stat.S_ISREG(os.fstat(fd).st_mode):
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    path.unlink()
+                    logger.info("cache %s: removed %s, which was left half written", self.directory, name)
+            except OSError:
+                pass  # in use, or gone meanwhile
+            finally:
+                os.close(fd)
 
     def _open(self, content_hash: int) -> int | None:
         path = self.path_for(content_hash)
@@ -200,10 +248,21 @@ class CacheWriter:
         self._fd = -1
         self._temp = ""
         try:
-            # mkstemp opens with 0600; the entry gets ordinary permissions when it is put in place.
-            self._fd, self._temp = tempfile.mkstemp(prefix=".", suffix=_TEMP_SUFFIX, dir=cache.directory)
+            while self._fd < 0:
+                self._begin()
         except OSError as error:
             cache.lost("making a temporary file", error)
+
+    def _begin(self) -> None:
+        # mkstemp opens with 0600; the entry gets ordinary permissions when it is put in place.
+        fd, temp = tempfile.mkstemp(prefix=_TEMP_PREFIX, suffix=_TEMP_SUFFIX, dir=self._cache.directory)
+        with contextlib.suppress(OSError):  # a file system without locks: nobody can take it for abandoned there
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        # Somebody who starts may have looked at the file before it was locked, and removed it.
+        if os.fstat(fd).st_nlink:
+            self._fd, self._temp = fd, temp
+        else:
+            os.close(fd)
 
     def __enter__(self) -> CacheWriter:
         return self
@@ -241,6 +300,7 @@ class CacheWriter:
             return False
         self._temp = ""
         self.abort()
+        self._cache.written()
         return True
 
     def abort(self) -> None:

@@ -14,11 +14,11 @@ import click
 
 from weightwire.cli.embedded import EmbeddedServer
 from weightwire.cli.failures import ENVIRONMENT, Failure, as_usage, cannot_here
-from weightwire.cli.options import SIZE, json_output, quiet, timeout
+from weightwire.cli.options import SIZE, help_, json_output, quiet, timeout
 from weightwire.cli.output import human_bytes, line, note, object_, printable
 from weightwire.cli.progress import Progress, choose_display
 from weightwire.cli.report import push_lines, push_object
-from weightwire.cli.signals import deferred_signals, raising_on_sigterm
+from weightwire.cli.signals import deferred_signals, raising_on_signals
 from weightwire.config import ClientConfig, parse_size
 from weightwire.errors import ConfigError, IntegrityError, ModelError
 
@@ -30,13 +30,14 @@ MEMORY_BESIDE = parse_size("256MiB")
 DISK_BESIDE = parse_size("16MiB")
 
 
-@click.command()
+@click.command(add_help_option=False)
 @click.argument("model", metavar="[MODEL]", required=False)
 @click.option("--size", type=SIZE, metavar="SIZE", help="Size of the generated model, such as 512MiB. [default: 1GiB]")
 @click.option("--keep", is_flag=True, help="Keep the generated model and say where it is.")
 @timeout
 @json_output
 @quiet
+@help_
 def demo(model: str | None, size: int | None, keep: bool, timeout: float | None, as_json: bool, quiet: bool) -> None:
     """Push a model to a server on this machine and verify every byte.
 
@@ -45,8 +46,8 @@ def demo(model: str | None, size: int | None, keep: bool, timeout: float | None,
     """
     if model is not None and (size is not None or keep):
         raise ConfigError("--size and --keep are for the generated model", hint="leave them out, or leave out MODEL")
-    config = ClientConfig.resolve(timeout=timeout)
-    with raising_on_sigterm(), ExitStack() as stack:
+    config = ClientConfig.resolve(timeout=timeout, settings=("timeout",))
+    with raising_on_signals(), ExitStack() as stack:
         if model is None:
             path, generated = _generate(stack, size or DEFAULT_SIZE, keep, quiet)
         else:
@@ -103,11 +104,14 @@ def _generate(stack: ExitStack, size: int, keep: bool, quiet: bool) -> tuple[str
 def _run(path: str, config: ClientConfig, quiet: bool) -> tuple[dict[str, Any], list[str]]:
     """Serve, push and verify ``path``; what there is to say about it, as an object and as lines."""
     from weightwire.client import connect
+    from weightwire.client.plan import select
     from weightwire.model import open_model
 
     with as_usage():
         opened = open_model(path)
     with opened:
+        with as_usage():
+            select(opened, None)
         _check_memory(opened.nbytes)
         with (
             EmbeddedServer() as server,

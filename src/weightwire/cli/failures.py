@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -30,11 +29,11 @@ __all__ = [
     "FAILED",
     "INTERRUPTED",
     "PIPE_CLOSED",
-    "TERMINATED",
     "USAGE",
     "Failure",
     "as_failure",
     "as_usage",
+    "by_signal",
     "cannot_here",
     "debug",
     "say",
@@ -46,7 +45,6 @@ ENVIRONMENT = 3
 CONTENT = 4
 INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
 PIPE_CLOSED = 141  # 128 + SIGPIPE
-TERMINATED = 143  # 128 + SIGTERM
 
 
 class Failure(Exception):
@@ -99,6 +97,11 @@ def as_failure(error: Exception) -> Failure:
     )
 
 
+def by_signal(number: int) -> int:
+    """The exit code of a verb that signal ``number`` ended, as a shell reports it."""
+    return 128 + number
+
+
 @contextmanager
 def as_usage() -> Iterator[None]:
     """Inside: what the command line named is opened. A model that cannot be read there is the caller's mistake."""
@@ -131,10 +134,11 @@ def debug() -> bool:
     return os.environ.get("WEIGHTWIRE_DEBUG", "") not in ("", "0")
 
 
-def say(failure: Failure, *, json: bool) -> int:
-    """Report ``failure`` on stderr, and with ``json`` as an object on stdout too; return its exit code."""
+def say(error: Exception, *, json: bool) -> int:
+    """Report ``error`` on stderr, and with ``json`` as an object on stdout too; return its exit code."""
+    failure = as_failure(error)
     if debug():
-        traceback.print_exception(failure.error, file=sys.stderr)
+        note("".join(traceback.format_exception(failure.error)).rstrip())
     note(f"weightwire: error: {_one_line(failure.detail)}")
     if failure.hint:
         note(f"weightwire: hint: {_one_line(failure.hint)}")

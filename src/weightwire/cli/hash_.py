@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from weightwire.cli.failures import as_usage
-from weightwire.cli.options import include, json_output, quiet
+from weightwire.cli.options import help_, include, json_output, quiet
 from weightwire.cli.output import line, object_, printable
 from weightwire.cli.progress import Progress, choose_display
 from weightwire.errors import ConfigError
@@ -23,22 +22,25 @@ __all__ = ["hash_"]
 GROUP = 4  # as many as are hashed side by side for little more than the price of one
 
 
-@click.command("hash")
+@click.command("hash", add_help_option=False)
 @click.argument("model", metavar="MODEL")
 @include
 @json_output
 @quiet
+@help_
 def hash_(model: str, include: str | None, as_json: bool, quiet: bool) -> None:
     """Print the FNV-1a 64 hash, the bytes and the name of every tensor of MODEL, one per line.
 
     The hash is 16 hexadecimal digits: the name of the file in which a server's tensor cache keeps those bytes.
     """
+    from weightwire.client.plan import compile_include
     from weightwire.model import open_model
 
+    pattern = compile_include(include)
     with as_usage():
         opened = open_model(model)
     with opened:
-        tensors = [t for t in opened.tensors.values() if include is None or re.search(include, t.name)]
+        tensors = [t for t in opened.tensors.values() if pattern is None or pattern.search(t.name)]
         if not tensors and opened.tensors:
             raise ConfigError(
                 f"--include: no tensor of {model} has {include!r} in its name",

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import click
 
 from weightwire.cli.failures import USAGE, Failure, as_usage
-from weightwire.cli.options import check_protocol, json_output, protocol, timeout
+from weightwire.cli.options import check_protocol, help_, json_output, protocol, timeout
 from weightwire.cli.output import human_bytes, line, note, object_, printable
 from weightwire.config import DEFAULT_PORT, ClientConfig
 from weightwire.errors import ConfigError, ModelError
@@ -18,11 +18,12 @@ __all__ = ["info"]
 _MODEL_ENDINGS = (".gguf", ".safetensors", ".json", ".bin", ".pt")
 
 
-@click.command()
+@click.command(add_help_option=False)
 @click.argument("target", metavar="MODEL|HOST:PORT")
 @timeout
 @protocol
 @json_output
+@help_
 def info(target: str, timeout: float | None, protocol: str | None, as_json: bool) -> None:
     """Describe a model file, or the server at an endpoint.
 
@@ -32,8 +33,8 @@ def info(target: str, timeout: float | None, protocol: str | None, as_json: bool
     if _is_model(target):
         _model(target, as_json)
         return
-    config = ClientConfig.resolve(timeout=timeout, protocol=protocol)
-    check_protocol(config.protocol)
+    config = ClientConfig.resolve(timeout=timeout, protocol=protocol, settings=("timeout", "protocol"))
+    check_protocol(config.protocol, "WEIGHTWIRE_PROTOCOL")
     _server(target, config, as_json)
 
 

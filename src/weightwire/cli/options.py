@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from weightwire import __version__
+from weightwire.cli.output import line
 from weightwire.config import parse_seconds, parse_size, parse_version
-from weightwire.errors import ConfigError, VersionError
+from weightwire.errors import ConfigError
 
 __all__ = [
     "PATTERN",
@@ -17,11 +18,13 @@ __all__ = [
     "SIZE",
     "VERSION",
     "check_protocol",
+    "help_",
     "include",
     "json_output",
     "protocol",
     "quiet",
     "timeout",
+    "version",
 ]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -50,29 +53,74 @@ class _Parsed(_ParamType):
 
 
 def _pattern(text: str) -> str:
-    try:
-        re.compile(text)
-    except re.error as error:
-        raise ValueError(f"{text!r} is not a regular expression: {error}") from None
+    from weightwire.client.plan import compile_include
+
+    compile_include(text)
     return text
+
+
+def _version(text: str) -> str:
+    from weightwire.wire.dialect import described_version
+
+    version = parse_version(text)
+    described_version(version)
+    return version
 
 
 SIZE = _Parsed("size", parse_size)
 SECONDS = _Parsed("seconds", parse_seconds)
-VERSION = _Parsed("version", parse_version)
+VERSION = _Parsed("version", _version)
 PATTERN = _Parsed("regex", _pattern)
 
 
-def check_protocol(version: str | None) -> None:
-    """See that ``version`` is one weightwire describes, before anything is opened. Raises ConfigError otherwise."""
-    from weightwire.wire.dialect import dialect_for
+def check_protocol(version: str | None, variable: str) -> None:
+    """See that ``version`` is one weightwire describes, before anything is opened.
 
+    Raises ConfigError otherwise, which names ``variable``: an option has been checked when it was read.
+    """
     if version is None:
         return
     try:
-        dialect_for(version)
-    except VersionError as error:
-        raise ConfigError(f"protocol {version} is not known", hint=f"weightwire speaks {error.ours}") from None
+        _version(version)
+    except ConfigError as error:
+        raise ConfigError(f"environment variable {variable}: {error.detail}", hint=error.hint) from None
+
+
+def _saying(text: Callable[[click.Context], str]) -> Callable[[click.Context, click.Parameter, bool], None]:
+    """A callback that writes ``text`` and ends the command line. As a result is written: click's own would end
+    differently when stdout cannot be written.
+    """
+
+    def say(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+        if value and not ctx.resilient_parsing:
+            line(text(ctx))
+            ctx.exit()
+
+    return say
+
+
+def help_(function: _F) -> _F:
+    """``--help``, of a command that is made with ``add_help_option=False``."""
+    return click.option(
+        *("-h", "--help"),
+        is_flag=True,
+        is_eager=True,
+        expose_value=False,
+        callback=_saying(lambda ctx: ctx.get_help()),
+        help="Show this message and exit.",
+    )(function)
+
+
+def version(function: _F) -> _F:
+    """``--version``."""
+    return click.option(
+        "--version",
+        is_flag=True,
+        is_eager=True,
+        expose_value=False,
+        callback=_saying(lambda ctx: f"weightwire {__version__}"),
+        help="Show the version and exit.",
+    )(function)
 
 
 def json_output(function: _F) -> _F:

@@ -11,7 +11,18 @@ from typing import Any
 
 from weightwire.errors import WeightwireError
 
-__all__ = ["StdoutClosed", "StdoutFailed", "gib_per_second", "human_bytes", "line", "note", "object_", "printable"]
+__all__ = [
+    "StdoutClosed",
+    "StdoutFailed",
+    "check_stdout",
+    "gib_per_second",
+    "human_bytes",
+    "line",
+    "note",
+    "object_",
+    "occupy_standard_descriptors",
+    "printable",
+]
 
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
@@ -54,11 +65,36 @@ def gib_per_second(nbytes: int, seconds: float) -> float:
     return round(nbytes / seconds / 2**30, 3) if seconds > 0 else 0.0
 
 
+def occupy_standard_descriptors() -> None:
+    """Open /dev/null where the process was started without stdin, stdout or stderr (``>&-``).
+
+    Otherwise the next file or socket would take the number, and with it what somebody writes to "stderr".
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            null = os.open(os.devnull, os.O_RDWR)
+            # The lower numbers are taken, so it is this one.
+            os.set_inheritable(null, True)
+
+
+def check_stdout() -> None:
+    """Raise StdoutFailed if there is no stdout, before work is done whose result nobody could be told."""
+    # The interpreter's way to say that it was started without.
+    if sys.stdout is None:
+        raise StdoutFailed(
+            "standard output is closed",
+            hint="redirect it to /dev/null instead, if nobody is to read it",
+        )
+
+
 def line(text: str = "") -> None:
     """Write one line to stdout and flush it, so that a reader has it at once.
 
     Raises StdoutClosed when the reader has left, StdoutFailed when the line cannot be written (a full disk).
     """
+    check_stdout()
     try:
         sys.stdout.write(text + "\n")
         sys.stdout.flush()
@@ -80,7 +116,9 @@ def object_(value: Mapping[str, Any]) -> None:
 
 
 def note(text: str) -> None:
-    """Write one line to stderr. A stderr that is gone is no reason to stop."""
+    """Write one line to stderr. A stderr that is gone, or never was, is no reason to stop."""
+    if sys.stderr is None:
+        return
     try:
         sys.stderr.write(text + "\n")
         sys.stderr.flush()

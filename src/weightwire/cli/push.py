@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from weightwire.cli.failures import as_usage
-from weightwire.cli.options import check_protocol, include, json_output, protocol, quiet, timeout
+from weightwire.cli.options import check_protocol, help_, include, json_output, protocol, quiet, timeout
 from weightwire.cli.output import line, object_
 from weightwire.cli.progress import Progress, choose_display
 from weightwire.cli.report import push_lines, push_object
@@ -14,7 +14,7 @@ from weightwire.config import CACHE_MODES, ClientConfig
 __all__ = ["push"]
 
 
-@click.command()
+@click.command(add_help_option=False)
 @click.argument("model", metavar="MODEL")
 @click.argument("endpoint", metavar="HOST:PORT")
 @click.option(
@@ -29,6 +29,7 @@ __all__ = ["push"]
 @protocol
 @json_output
 @quiet
+@help_
 def push(
     model: str,
     endpoint: str,
@@ -48,20 +49,25 @@ def push(
     Unless the server retains tensors, they last as long as this command's connection; what lasts is its cache.
     """
     from weightwire.client import connect
+    from weightwire.client.plan import compile_include, select
     from weightwire.model import open_model
 
     config = ClientConfig.resolve(timeout=timeout, protocol=protocol, cache=cache)
-    check_protocol(config.protocol)
+    check_protocol(config.protocol, "WEIGHTWIRE_PROTOCOL")
     with as_usage():
         opened = open_model(model)
-    with opened, connect(endpoint, timeout=config.timeout, protocol=config.protocol) as connection:
-        then = "verifying" if verify else ""
-        with Progress("pushing", opened.nbytes, choose_display(quiet), then=then) as progress:
-            result = connection.push(
-                opened, cache=config.cache, verify=verify, include=include, progress=progress.report
-            )
-        if as_json:
-            object_(push_object(connection, result.summary))
-        else:
-            for text in push_lines(connection, result.summary):
-                line(text)
+    with opened:
+        with as_usage():
+            # Before a server hears of it.
+            total = sum(tensor.nbytes for tensor in select(opened, compile_include(include)))
+        with connect(endpoint, timeout=config.timeout, protocol=config.protocol) as connection:
+            then = "verifying" if verify else ""
+            with Progress("pushing", total, choose_display(quiet), then=then) as progress:
+                result = connection.push(
+                    opened, cache=config.cache, verify=verify, include=include, progress=progress.report
+                )
+            if as_json:
+                object_(push_object(connection, result.summary))
+            else:
+                for text in push_lines(connection, result.summary):
+                    line(text)

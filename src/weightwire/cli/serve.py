@@ -13,8 +13,8 @@ from typing import Any, Self
 
 import click
 
-from weightwire.cli.failures import ENVIRONMENT, INTERRUPTED, Failure, cannot_here
-from weightwire.cli.options import SIZE, VERSION, check_protocol, json_output
+from weightwire.cli.failures import ENVIRONMENT, Failure, by_signal, cannot_here
+from weightwire.cli.options import SIZE, VERSION, check_protocol, help_, json_output
 from weightwire.cli.output import line, object_
 from weightwire.config import RETAIN_MODES, ServerConfig
 from weightwire.errors import ConfigError
@@ -22,7 +22,7 @@ from weightwire.errors import ConfigError
 __all__ = ["serve"]
 
 
-@click.command()
+@click.command(add_help_option=False)
 @click.option("--host", metavar="H", help="Address to listen on. [WEIGHTWIRE_SERVER_HOST; default: 127.0.0.1]")
 @click.option(
     "--port",
@@ -55,6 +55,7 @@ __all__ = ["serve"]
 )
 @click.option("--lifeline", is_flag=True, hidden=True, help="End when stdin ends: for a parent that may be killed.")
 @json_output
+@help_
 def serve(
     host: str | None,
     port: int | None,
@@ -73,8 +74,8 @@ def serve(
     from weightwire.server import Server
 
     config = ServerConfig.resolve(host=host, port=port, cache=cache, protocol=protocol, retain=retain, memory=memory)
+    check_protocol(config.protocol, "WEIGHTWIRE_SERVER_PROTOCOL")
     directory = _cache_directory(config.cache) if config.cache is not None else None
-    check_protocol(config.protocol)
     with _Stop() as stop:
         with cannot_here("choose another --port (0 takes a free one); --host must be an address of this machine"):
             server = Server(
@@ -91,8 +92,8 @@ def serve(
             stop.wait(lifeline=lifeline)
         finally:
             server.close()
-    if stop.signals[:1] == [signal.SIGINT]:
-        sys.exit(INTERRUPTED)
+    if stop.signals and stop.signals[0] != signal.SIGTERM:
+        sys.exit(by_signal(stop.signals[0]))
 
 
 def _announce(server: Any, config: ServerConfig, as_json: bool) -> None:
@@ -117,7 +118,10 @@ def _announce(server: Any, config: ServerConfig, as_json: bool) -> None:
 
 def _cache_directory(text: str) -> Path:
     """Make the cache directory if need be and see that entries can be written there."""
-    directory = Path(text).expanduser()
+    try:
+        directory = Path(text).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"--cache: {text}: {error}", hint="write the path without ~") from error
     if directory.exists() and not directory.is_dir():
         raise ConfigError(
             f"--cache: {directory} is not a directory", hint="name a directory, or a new path to create one"
@@ -139,8 +143,8 @@ class _Stop:
     """Wait for a signal that ends the server.
 
     The interpreter itself writes to a pipe when the signal comes: a handler in Python would never run if that is
-    between the last look at pending signals and the wait. A SIGINT that is being ignored, as a shell arranges for its
-    background jobs, stays ignored.
+    between the last look at pending signals and the wait. A signal that is being ignored stays ignored: SIGINT in a
+    shell's background jobs, SIGHUP under nohup.
     """
 
     def __init__(self) -> None:
@@ -149,7 +153,7 @@ class _Stop:
         os.set_blocking(self._writer, False)
         self._before = {
             number: signal.signal(number, self._note)
-            for number in (signal.SIGTERM, signal.SIGINT)
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
             if signal.getsignal(number) is not signal.SIG_IGN
         }
         self._wakeup_before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)

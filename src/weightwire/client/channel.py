@@ -7,6 +7,7 @@ then on.
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
 from collections import deque
@@ -33,6 +34,7 @@ MAX_OUTSTANDING: Final = 32
 """Most answers left unread, so that neither side ever waits for the other to empty a full socket."""
 
 _REFUSED = "a ggml server closes the connection when it refuses a request, and its log says why"
+_STALLED = "the server or the network stalled; if it is only slow, allow a longer timeout"
 
 
 class _Expected(NamedTuple):
@@ -246,6 +248,15 @@ class Channel:
 
     # Failures.
 
+    def check_peer(self, during: str, *, tensor: str) -> None:
+        """PeerClosed if the server has closed or lost the connection, TransportError if this side did.
+
+        For one who neither sends nor reads for long: a server that goes meanwhile says so only to those who ask.
+        """
+        if self._stream.peer_gone():
+            gone = PeerClosed("", endpoint=self.endpoint, operation="poll")
+            raise self.explain(gone, during, tensor=tensor, position="after" if self._pending else "before")
+
     def explain(
         self,
         error: WeightwireError,
@@ -266,20 +277,27 @@ class Channel:
                 endpoint=self.endpoint,
                 operation=during,
             )
-        what = f"during {during}"
+        where = f"during {during}"
         if tensor is not None:
-            what += f" of tensor {tensor!r}"
+            where += f" of tensor {tensor!r}"
         if isinstance(error, (PeerClosed, TransferTimeout)):
+            # Told anew: what the stream says counts the bytes of one call, which may be a slice or many messages.
             error.tensor = tensor
             if bytes_done is not None:
                 error.bytes_done = bytes_done
                 if bytes_done or nbytes is not None:
-                    what += f", {bytes_done}" + (f" of {nbytes}" if nbytes is not None else "") + " bytes done"
-        if isinstance(error, PeerClosed):
-            error.position = position or error.position
-            error.hint = error.hint or _REFUSED
-        if isinstance(error, (TransportError, TransferTimeout)):
-            error.detail = f"{error.detail}; {what}"
+                    where += f", {bytes_done}" + (f" of {nbytes}" if nbytes is not None else "") + " bytes done"
+            if isinstance(error, PeerClosed):
+                error.position = position or error.position
+                how = "reset" if error.errno == errno.ECONNRESET else "closed"
+                error.detail = f"{self.endpoint} {how} the connection {where}"
+                error.hint = error.hint or _REFUSED
+            else:
+                error.detail = f"{self.endpoint}: nothing moved for {error.elapsed:.1f} s {where}"
+                error.hint = error.hint or _STALLED
+            error.args = (error.detail,)
+        elif isinstance(error, TransportError):
+            error.detail = f"{error.detail}; {where}"
             error.args = (error.detail,)
         _log.debug("%s: %s", self.endpoint, error)
         return error

@@ -113,7 +113,7 @@ class Connection:
     def device_memory(self, device: int = 0) -> tuple[int, int]:
         """Free and total memory of ``device``, bytes. ConfigError if there is no such device."""
         with self._channel.exclusive("device_memory"):
-            devices.check_device(device, self._count())
+            devices.check_device(self._channel, device, self._count())
             return devices.memory(self._channel, device)
 
     def devices(self) -> list[DeviceMemory]:
@@ -126,7 +126,7 @@ class Connection:
         such device.
         """
         with self._channel.exclusive("alignment"):
-            devices.check_device(device, self._count())
+            devices.check_device(self._channel, device, self._count())
             return devices.alignment(self._channel, device)
 
     def max_size(self, device: int = 0) -> int:
@@ -134,7 +134,7 @@ class Connection:
         device.
         """
         with self._channel.exclusive("max_size"):
-            devices.check_device(device, self._count())
+            devices.check_device(self._channel, device, self._count())
             return devices.max_size(self._channel, device)
 
     def allocate(self, nbytes: int, device: int = 0) -> RemoteBuffer:
@@ -143,7 +143,7 @@ class Connection:
         Raises ConfigError for a size or device that cannot be, AllocationError if the server does not have the memory.
         """
         with self._channel.exclusive("allocate"):
-            devices.check_device(device, self._count())
+            devices.check_device(self._channel, device, self._count())
             return devices.allocate(self._channel, nbytes, device)
 
     def barrier(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 from weightwire.client.channel import Channel
-from weightwire.client.remote import RemoteBuffer
+from weightwire.client.remote import RemoteBuffer, whole
 from weightwire.errors import AllocationError, ConfigError, ProtocolError, WeightwireError
 from weightwire.wire.answers import decode_alloc_answer, decode_memory_answer, decode_u32_answer, decode_u64_answer
 from weightwire.wire.commands import Command
@@ -29,6 +29,8 @@ MAX_BUFFER: Final = MAX_MESSAGE_BYTES
 
 _SANE_ALIGNMENT: Final = 1 << 30
 
+_SANE_DEVICES: Final = 4096
+
 
 class DeviceMemory(NamedTuple):
     """One device of a server: its number, and its free and total memory in bytes."""
@@ -39,16 +41,34 @@ class DeviceMemory(NamedTuple):
 
 
 def device_count(channel: Channel) -> int:
-    """How many devices the server has; before protocol 3 it cannot say, and there is one."""
+    """How many devices the server has; before protocol 3 it cannot say, and there is one.
+
+    ProtocolError for more than `_SANE_DEVICES`: every one of them would be asked about.
+    """
     if not channel.dialect.device_count:
         return 1
-    return decode_u32_answer(channel.call(Command.DEVICE_COUNT, b""))
+    count = decode_u32_answer(channel.call(Command.DEVICE_COUNT, b""))
+    if count > _SANE_DEVICES:
+        raise ProtocolError(
+            f"{channel.endpoint} says it has {count} devices",
+            hint=f"the server may not really speak protocol {channel.dialect.text}",
+        )
+    return count
 
 
-def check_device(device: int, count: int) -> None:
-    """ConfigError unless there is such a device; a server would close the connection."""
-    if not isinstance(device, int) or not 0 <= device < count:
-        have = "only device 0" if count == 1 else f"devices 0 to {count - 1}" if count else "no device"
+def check_device(channel: Channel, device: int, count: int) -> None:
+    """ConfigError unless there is such a device; a server would close the connection. AllocationError if there is none
+    at all, whatever was asked for.
+    """
+    if whole("device", device) < 0:
+        raise ConfigError(f"device: {device!r} is not the number of a device", hint="they count from 0")
+    if count == 0:
+        raise AllocationError(
+            f"{channel.endpoint} has no device, so there is no memory on it",
+            hint="the server was started without one, or those it was given were not found; its log says more",
+        )
+    if device >= count:
+        have = "only device 0" if count == 1 else f"devices 0 to {count - 1}"
         raise ConfigError(f"device: there is no device {device!r}", hint=f"the server has {have}")
 
 
@@ -94,7 +114,8 @@ def allocate(channel: Channel, nbytes: int, device: int) -> RemoteBuffer:
     Raises ConfigError for a size that cannot be asked for, AllocationError if the server does not have it,
     ProtocolError if what it gives is not what was asked for.
     """
-    if not isinstance(nbytes, int) or not 0 < nbytes <= MAX_BUFFER:
+    nbytes = whole("nbytes", nbytes)
+    if not 0 < nbytes <= MAX_BUFFER:
         raise ConfigError(f"nbytes: {nbytes!r} bytes cannot be allocated", hint=f"1 to {MAX_BUFFER} can")
     dialect = channel.dialect
     answer = decode_alloc_answer(channel.call(Command.ALLOC_BUFFER, dialect.encode_alloc_buffer(device, nbytes)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import reprlib
 from collections.abc import Sequence
 from typing import Final
 
@@ -19,21 +20,27 @@ from weightwire.wire.types import TYPES
 
 __all__ = ["compile_include", "place", "select"]
 
+_EXPRESSIONS: Final = r"for example '^blk\.0\.' or 'attn_.*weight'"
+
 _PADDED_ROW: Final = 512
 """Elements; servers on CUDA pad shorter rows of quantised tensors (docs/protocol.md, section 11)."""
 
 
 def compile_include(include: str | None) -> re.Pattern[str] | None:
-    """The expression tensors are chosen by. ConfigError if it is none."""
+    """The expression tensors are chosen by. ConfigError if it is none, or none that Python's `re` can hold."""
     if include is None:
         return None
+    if not isinstance(include, str):
+        raise ConfigError(f"include: {reprlib.repr(include)} is not text", hint=_EXPRESSIONS)
     try:
         return re.compile(include)
-    except (re.error, TypeError, RecursionError, OverflowError) as error:
-        raise ConfigError(
-            f"include: {include!r} is not a regular expression: {error}",
-            hint=r"for example '^blk\.0\.' or 'attn_.*weight'",
-        ) from None
+    except RecursionError:
+        reason = "it is nested too deeply"
+    except MemoryError:
+        reason = "it takes too much memory"
+    except (re.error, ValueError, OverflowError) as error:
+        reason = str(error)
+    raise ConfigError(f"include: {reprlib.repr(include)} is not a regular expression: {reason}", hint=_EXPRESSIONS)
 
 
 def select(model: Model, include: re.Pattern[str] | None) -> list[ModelTensor]:
@@ -68,7 +75,7 @@ def place(
     ConfigError for a device that is not there, AllocationError if a tensor is longer than the server's largest buffer
     or it has too little memory, ProtocolError for answers that make no sense.
     """
-    devices.check_device(device, devices.device_count(channel))
+    devices.check_device(channel, device, devices.device_count(channel))
     alignment = devices.alignment(channel, device)
     limit = min(devices.max_size(channel, device), devices.MAX_BUFFER)
     padded = [index for index, tensor in enumerate(tensors) if _needs_padding(channel, tensor)]

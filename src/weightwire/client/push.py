@@ -155,7 +155,8 @@ class _Sender:
         self._batch_limit = MAX_OUTSTANDING if self._answered else _BATCH
         large = [i for i, tensor in enumerate(placed) if tensor.nbytes > CACHE_THRESHOLD] if use_cache else []
         self._cached = frozenset(large)
-        self._unasked = iter(large)
+        self._large = large
+        self._asked = 0
         self._asked_ahead = 0
         self._hashes: dict[int, int] = {}
         self._answers: dict[int, bool] = {}
@@ -179,7 +180,9 @@ class _Sender:
         return "the server or the way to it changes bytes; push again, and suspect its memory if it stays so"
 
     def run(self) -> None:
-        """Send everything; answers may be outstanding afterwards."""
+        """Send everything; answers may be outstanding afterwards. `close` must follow, however this ends."""
+        if self._ahead is not None:
+            self._ahead.start()
         for index, tensor in enumerate(self._placed):
             if tensor.nbytes < SMALL:
                 self._gather(index, tensor)
@@ -328,14 +331,19 @@ class _Sender:
     def _ask_group(self) -> None:
         assert self._ahead is not None
         previous = self._recorder.switch(Stage.HASH)
-        hashes = self._ahead.next()
+        hashes = self._ahead.next(self._watch)
         self._recorder.switch(previous)
         for value in hashes:
-            index = next(self._unasked)
+            index = self._large[self._asked]
+            self._asked += 1
             self._hashes[index] = value
             self._ask(index, value)
             self._asked_ahead += 1
         self._channel.settle(MAX_OUTSTANDING)
+
+    def _watch(self) -> None:
+        tensor = self._placed[self._large[self._asked]].name
+        self._channel.check_peer("hashing for the server's cache", tensor=tensor)
 
     def _ask(self, index: int, value: int) -> None:
         tensor = self._placed[index]

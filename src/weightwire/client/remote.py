@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple, cast
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from weightwire.client.channel import MAX_OUTSTANDING, Channel
 from weightwire.errors import ConfigError, WeightwireError
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
     Data: TypeAlias = Buffer | NDArray[Any]  # numpy's stubs declare the buffer protocol from Python 3.12 only
 
-__all__ = ["READ_CHUNK", "Piece", "RemoteBuffer", "RemoteTensor", "describe", "pieces_of", "read_pieces"]
+__all__ = ["READ_CHUNK", "Piece", "RemoteBuffer", "RemoteTensor", "describe", "pieces_of", "read_pieces", "whole"]
 
 READ_CHUNK: Final = 4 * 1024 * 1024
 """Bytes asked for in one GET_TENSOR: a server builds each answer in memory before it sends it."""
@@ -87,12 +88,15 @@ class RemoteBuffer:
         Raises ConfigError for an unknown type, a shape it cannot have, or a tensor past the buffer's end.
         """
         self.check_usable()
-        shape = tuple(ne)
+        if not isinstance(name, str):
+            raise ConfigError(f"name: {name!r} is not text")
         try:
-            code = type_by_name(type).code if isinstance(type, str) else type
+            code = type_by_name(type).code if isinstance(type, str) else whole("type", type)
+            shape = tuple(whole("ne", extent) for extent in ne)
             nbytes = contiguous_nbytes(code, shape)
         except (ValueError, TypeError) as error:
             raise ConfigError(f"tensor {name!r}: {error}") from None
+        offset = whole("offset", offset)
         if not 0 <= offset <= self.nbytes - nbytes:
             raise ConfigError(
                 f"tensor {name!r} of {nbytes} bytes at offset {offset} does not fit a buffer of {self.nbytes} bytes",
@@ -143,8 +147,8 @@ class RemoteTensor:
         """
         import numpy as np
 
-        if nbytes is None:
-            nbytes = max(self.nbytes - offset, 0)
+        offset = whole("offset", offset)
+        nbytes = max(self.nbytes - offset, 0) if nbytes is None else whole("nbytes", nbytes)
         self._check_range(offset, nbytes)
         array = np.empty(nbytes, np.uint8)
         self.read_into(array, offset)
@@ -153,6 +157,7 @@ class RemoteTensor:
     def read_into(self, buffer: Data, offset: int = 0) -> None:
         """Fill ``buffer`` (writable, contiguous) with the bytes from ``offset`` on. Raises as `read` does."""
         view = _bytes_of(buffer, writable=True)
+        offset = whole("offset", offset)
         self._check_range(offset, view.nbytes)
         self.buffer.check_usable()
         with self.buffer.channel.exclusive("read"):
@@ -186,6 +191,7 @@ class RemoteTensor:
         server is lost.
         """
         view = _bytes_of(data, writable=False)
+        offset = whole("offset", offset)
         self._check_range(offset, view.nbytes)
         self.buffer.check_usable()
         channel = self.buffer.channel
@@ -261,9 +267,21 @@ def read_pieces(channel: Channel, pieces: Iterable[Piece]) -> Iterator[Piece]:
         yield asked.popleft()
 
 
+def whole(name: str, value: object) -> int:
+    """``value`` as an int, be it numpy's. ConfigError for what is no whole number: a request made of it could not be
+    put into bytes, in the midst of an operation.
+    """
+    if not isinstance(value, bool):
+        try:
+            return operator.index(value)  # type: ignore[arg-type]
+        except TypeError:
+            pass
+    raise ConfigError(f"{name}: {value!r} is not a whole number", hint="give an int")
+
+
 def _bytes_of(data: Data, *, writable: bool) -> memoryview:
     try:
-        view = memoryview(cast("Buffer", data))
+        view = memoryview(data)  # type: ignore[arg-type, unused-ignore]  # numpy 2.4: an array is no Buffer
     except TypeError:
         raise ConfigError(
             f"{type(data).__name__} has no bytes to use", hint="give bytes, a memoryview or a numpy array"

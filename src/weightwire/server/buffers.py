@@ -10,23 +10,20 @@ from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from weightwire.errors import WeightwireError
-from weightwire.server.capacity import AddressSpace, Capacity
+from weightwire.server.capacity import MAX_BUFFERS, AddressSpace, Capacity
 from weightwire.server.coverage import Coverage
 from weightwire.server.destinations import Destination, HostMemory
-from weightwire.server.errors import BadRequest
+from weightwire.server.errors import BadRequest, log_failure
 from weightwire.server.populate import PopulateJob, Populator
-from weightwire.server.served import Registry, ServedTensor
+from weightwire.server.served import MAX_TENSORS, Registry, ServedTensor
 from weightwire.wire.tensor import RpcTensor
 
-__all__ = ["MAX_BUFFERS", "MAX_TENSORS", "Block", "Buffer", "BufferTable", "Located", "Placed"]
+__all__ = ["MAX_CLIENT_BUFFERS", "Block", "Buffer", "BufferTable", "Located", "Placed"]
 
 logger = logging.getLogger(__name__)
 
-MAX_BUFFERS: Final = 4096
-"""Buffers one client may hold; each is a mapping of its own, and a process may have some 65,000 of those."""
-
-MAX_TENSORS: Final = 1 << 18
-"""Tensors remembered per client. What comes after is stored all the same, but not listed by name."""
+MAX_CLIENT_BUFFERS: Final = 4096
+"""Buffers one client may hold, so that several clients can have some of `MAX_BUFFERS`."""
 
 
 class Block:
@@ -67,8 +64,8 @@ class Block:
             self._job.cancel()
         try:
             self.destination.close()
-        except Exception:
-            logger.exception("closing a destination of %d bytes failed", self._nbytes)
+        except BaseException as error:
+            log_failure(logger, error, "closing a destination of %d bytes failed", self._nbytes)
         if not self._returns_itself:
             self._capacity.give_back(self._nbytes)
 
@@ -166,7 +163,7 @@ class Buffer:
             return
         if nbytes != located.nbytes:
             if placed.coverage is None:
-                placed.coverage = Coverage(located.nbytes)
+                placed.coverage = Coverage(located.nbytes, self._table.registry.pieces)
             placed.coverage.add(offset, offset + nbytes)
             if not placed.coverage.complete:
                 return
@@ -179,7 +176,7 @@ class Buffer:
         if placed is None or placed.served is not None:
             return
         if placed.coverage is None:
-            placed.coverage = Coverage(located.nbytes)
+            placed.coverage = Coverage(located.nbytes, self._table.registry.pieces)
         placed.coverage.add_rows(offset, nbytes, rows, stride)
         if placed.coverage.complete:
             self._complete(placed, located)
@@ -187,7 +184,9 @@ class Buffer:
     def _complete(self, placed: Placed, located: Located) -> None:
         placed.coverage = None
         placed.served = ServedTensor(located.tensor, self.block, located.start, located.nbytes)
-        self._table.registry.add(placed.served)
+        self._table.completed += 1
+        if not self._table.registry.add(placed.served):
+            self._table.say_full()
 
     def spoil(self, placed: Placed | None) -> None:
         """The tensor's bytes are not what anybody sent: nothing of it counts as written."""
@@ -202,7 +201,7 @@ class Buffer:
         self.leave_all()
 
     def leave_all(self) -> None:
-        """Stop keeping track, leaving listed what is listed."""
+        """Stop keeping track, leaving listed what is listed: the registry has its own bound on that."""
         self._table.count(-len(self._placed) - len(self._empty))
         self._starts, self._placed, self._empty = [], [], {}
 
@@ -213,7 +212,10 @@ class Buffer:
 
 
 class BufferTable:
-    """All buffers of one client. Handles and addresses are numbers of this session and mean nothing in another's."""
+    """All buffers of one client. Handles and addresses are numbers of this session and mean nothing in another's.
+
+    ``completed`` counts the tensors that have become complete, one that was replaced and came again twice.
+    """
 
     def __init__(
         self,
@@ -229,28 +231,39 @@ class BufferTable:
         self._destination = destination
         self._space = AddressSpace()
         self._buffers: dict[int, Buffer] = {}
-        self._tensors = 0
+        self.completed = 0
         self._full = False
 
     def __len__(self) -> int:
         return len(self._buffers)
 
     def count(self, change: int) -> bool:
-        """Note that ``change`` tensors more are remembered; False (and nothing noted) if that is more than
-        `MAX_TENSORS`.
+        """Note that ``change`` tensors more are remembered; False (and nothing noted) if that is more than all clients
+        together may have.
         """
-        if change > 0 and self._tensors + change > MAX_TENSORS:
-            if not self._full:
-                logger.warning("a client has pushed more than %d tensors; further ones are not listed", MAX_TENSORS)
-            self._full = True
+        if change > 0 and not self.registry.remembered.take(change):
+            self.say_full()
             return False
-        self._tensors += change
+        if change < 0:
+            self.registry.remembered.give_back(-change)
         return True
+
+    def say_full(self) -> None:
+        """Log, once for this client, that a tensor of it is not listed."""
+        if not self._full:
+            logger.warning("the server has %d tensors, the most it lists; further ones are not listed", MAX_TENSORS)
+        self._full = True
 
     def allocate(self, nbytes: int, device: int) -> Buffer | None:
         """A new buffer of ``nbytes`` bytes, or None if there is no room for it."""
-        if len(self._buffers) >= MAX_BUFFERS:
-            logger.info("a buffer of %d bytes refused: the client holds %d buffers", nbytes, MAX_BUFFERS)
+        if len(self._buffers) >= MAX_CLIENT_BUFFERS:
+            logger.info("a buffer of %d bytes refused: the client holds %d buffers", nbytes, MAX_CLIENT_BUFFERS)
+            return None
+        if not self._capacity.take(nbytes):
+            if self._capacity.crowded:
+                logger.info("a buffer of %d bytes refused: all clients together hold %d buffers", nbytes, MAX_BUFFERS)
+            else:
+                logger.info("a buffer of %d bytes refused: %d bytes are free", nbytes, self._capacity.free)
             return None
         handle = 0
         while not handle or handle in self._buffers:
@@ -259,34 +272,55 @@ class BufferTable:
             # As a stock server has it: a handle that can be freed, and an address of 0.
             buffer = self._buffers[handle] = Buffer(handle, 0, 0, None, self)
             return buffer
-        if not self._capacity.take(nbytes):
-            logger.info("a buffer of %d bytes refused: %d bytes are free", nbytes, self._capacity.free)
-            return None
         base = self._space.place(nbytes)
-        block = self._make(nbytes, device) if base is not None else None
+        block: Block | None = None
+        try:
+            block = self._make(nbytes, device) if base is not None else None
+        finally:
+            if block is None:
+                if base is not None:
+                    self._space.vacate(base)
+                self._capacity.give_back(nbytes)
         if base is None or block is None:
-            if base is not None:
-                self._space.vacate(base)
-            self._capacity.give_back(nbytes)
             return None
         buffer = self._buffers[handle] = Buffer(handle, base, nbytes, block, self)
         return buffer
 
     def _make(self, nbytes: int, device: int) -> Block | None:
+        """The memory of a buffer, or None. Whatever it raises, nothing is left of what it had made."""
         try:
             destination = self._destination(nbytes, device)
         except (MemoryError, OverflowError, OSError, WeightwireError) as error:
             logger.info("a buffer of %d bytes refused: %s", nbytes, error)
             return None
-        except Exception:
-            logger.exception("making a destination of %d bytes failed", nbytes)
+        except Exception as error:
+            log_failure(logger, error, "making a destination of %d bytes failed", nbytes)
             return None
-        if destination.nbytes < nbytes:
-            logger.error("a destination of %d bytes was made where %d were wanted", destination.nbytes, nbytes)
+        if not isinstance(destination, Destination):
+            logger.error(
+                "making a destination of %d bytes failed: what came is of type %s, which is not derived from "
+                "weightwire.Destination", nbytes, type(destination).__name__,
+            )  # fmt: skip
+            return None
+        made = getattr(destination, "nbytes", None)
+        if not isinstance(made, int):
+            logger.error(
+                "making a destination of %d bytes failed: %s has no nbytes; its __init__ must call that of "
+                "weightwire.Destination", nbytes, type(destination).__name__,
+            )  # fmt: skip
+        elif made < nbytes:
+            logger.error("a destination of %d bytes was made where %d were wanted", made, nbytes)
+        else:
+            try:
+                job = self._populator.add(destination.region) if isinstance(destination, HostMemory) else None
+                return Block(destination, nbytes, self._capacity, job)
+            except Exception as error:
+                log_failure(logger, error, "a buffer of %d bytes refused", nbytes)
+        try:
             destination.close()
-            return None
-        job = self._populator.add(destination.region) if isinstance(destination, HostMemory) else None
-        return Block(destination, nbytes, self._capacity, job)
+        except Exception as error:
+            log_failure(logger, error, "closing a destination of %d bytes failed", nbytes)
+        return None
 
     def get(self, handle: int) -> Buffer:
         """The buffer behind ``handle``. BadRequest if this client has none of that handle."""
@@ -322,6 +356,8 @@ class BufferTable:
             buffer.forget_all()
         if buffer.block is not None:
             buffer.block.drop()
+        else:
+            self._capacity.give_back(0)
 
     def free_all(self) -> None:
         """Give everything back: the client has gone."""

@@ -8,15 +8,23 @@ from bisect import bisect_left, insort
 from collections import deque
 from typing import Final
 
-__all__ = ["BASE_ALIGNMENT", "AddressSpace", "Capacity"]
+__all__ = ["BASE_ALIGNMENT", "MAX_BUFFERS", "PAGE", "AddressSpace", "Capacity", "Tally"]
 
 BASE_ALIGNMENT: Final = 2 << 20
 _LOWEST: Final = 1 << 40
 _HIGHEST: Final = 1 << 47
 
+PAGE: Final = 4096
+"""What a buffer is counted in, bytes: the least that memory comes in."""
 
-class Capacity:
-    """``total`` bytes shared among all clients. Thread-safe.
+MAX_BUFFERS: Final = 16_384
+"""Buffers of all clients together: each is a mapping of its own, and Linux gives a process some 65,000
+(``vm.max_map_count``), which its threads need too.
+"""
+
+
+class Tally:
+    """``total`` of something shared among all clients. Thread-safe.
 
     `give_back` only appends to a queue, because it is called from finalizers, which can run in any thread at any
     moment, also inside one that holds the lock.
@@ -28,32 +36,72 @@ class Capacity:
         self._lock = threading.Lock()
         self._returned: deque[int] = deque()
 
-    def take(self, nbytes: int) -> bool:
-        """Reserve ``nbytes`` bytes; False, and nothing reserved, if fewer are free."""
+    def take(self, amount: int) -> bool:
+        """Reserve ``amount``; False, and nothing reserved, if less is free."""
         with self._lock:
             self._settle()
-            if nbytes > self.total - self._used:
+            if amount > max(0, self.total - self._used):
                 return False
-            self._used += nbytes
+            self._used += self._cost(amount)
             return True
 
-    def give_back(self, nbytes: int) -> None:
+    def give_back(self, amount: int) -> None:
         """Return what `take` reserved."""
-        self._returned.append(nbytes)
+        self._returned.append(amount)
 
     @property
     def free(self) -> int:
-        """Bytes not reserved at this moment."""
+        """What is not reserved at this moment."""
         with self._lock:
             self._settle()
-            return self.total - self._used
+            return max(0, self.total - self._used)
 
     def _settle(self) -> None:
         while True:
             try:
-                self._used -= self._returned.popleft()
+                self._used -= self._cost(self._returned.popleft())
             except IndexError:
                 return
+
+    @staticmethod
+    def _cost(amount: int) -> int:
+        return amount
+
+
+class Capacity(Tally):
+    """``total`` bytes of memory for buffers, each of which costs whole pages, and at most `MAX_BUFFERS` of them.
+
+    The last buffer may use up the last page in part: what is free can always be had in one piece.
+    """
+
+    def __init__(self, total: int) -> None:
+        super().__init__(total)
+        self._buffers = Tally(MAX_BUFFERS)
+
+    def take(self, amount: int) -> bool:
+        """Reserve the memory of a buffer of ``amount`` bytes (0 too); False if there is not so much, or are too many
+        buffers.
+        """
+        if not self._buffers.take(1):
+            return False
+        if super().take(amount):
+            return True
+        self._buffers.give_back(1)
+        return False
+
+    def give_back(self, amount: int) -> None:
+        """Return the memory of a buffer of ``amount`` bytes."""
+        super().give_back(amount)
+        self._buffers.give_back(1)
+
+    @property
+    def crowded(self) -> bool:
+        """Whether there are as many buffers as there may be."""
+        return not self._buffers.free
+
+    @staticmethod
+    def _cost(amount: int) -> int:
+        return -(-amount // PAGE) * PAGE
 
 
 class AddressSpace:

@@ -5,25 +5,40 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from typing import Final
 
+from weightwire.server.capacity import Tally
+
 __all__ = ["MAX_PIECES", "Coverage"]
 
 MAX_PIECES: Final = 1 << 16
 """Separate pieces tracked per tensor. A client that scatters more cannot make the server remember more."""
 
+_UNCOUNTED: Final = 8
+"""Pieces that are not worth counting: what a tensor has that comes in order, or in a few strands."""
+
+_BATCH: Final = 64
+"""Pieces counted at once."""
+
 
 class Coverage:
     """A set of byte ranges ``[start, end)`` of a tensor of ``nbytes`` bytes, kept merged and in order.
 
+    Pieces beyond the first few are taken from ``tally``, which all clients share, and go back to it with the object.
     Not thread-safe: a session adds to the coverage of its own tensors only.
     """
 
-    __slots__ = ("_ends", "_lost", "_starts", "nbytes")
+    __slots__ = ("_counted", "_ends", "_lost", "_starts", "_tally", "nbytes")
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, tally: Tally) -> None:
         self.nbytes = nbytes
+        self._tally = tally
+        self._counted = 0
         self._starts: list[int] = []
         self._ends: list[int] = []
         self._lost = False
+
+    def __del__(self) -> None:
+        if self._counted:
+            self._tally.give_back(self._counted)
 
     @property
     def complete(self) -> bool:
@@ -54,8 +69,12 @@ class Coverage:
             end = max(end, self._ends[high - 1])
         self._starts[low:high] = [start]
         self._ends[low:high] = [end]
-        if len(self._starts) > MAX_PIECES:
-            self._give_up()
+        if len(self._starts) > _UNCOUNTED + self._counted:
+            more = max(len(self._starts) - _UNCOUNTED - self._counted, _BATCH)
+            if len(self._starts) > MAX_PIECES or not self._tally.take(more):
+                self._give_up()
+                return
+            self._counted += more
 
     def add_rows(self, offset: int, nbytes: int, rows: int, stride: int) -> None:
         """Cover ``rows`` ranges of ``nbytes`` bytes, the first at ``offset``, each ``stride`` bytes after the last."""
@@ -73,6 +92,9 @@ class Coverage:
     def clear(self) -> None:
         """Nothing is covered any more."""
         self._starts, self._ends = [], []
+        if self._counted:
+            self._tally.give_back(self._counted)
+            self._counted = 0
 
     def _give_up(self) -> None:
         # A lower bound is all this is for: forgetting only means that the tensor is not announced as complete unless

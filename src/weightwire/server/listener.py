@@ -14,17 +14,19 @@ from types import TracebackType
 from typing import Final, Self
 
 from weightwire.cache.store import TensorCache
-from weightwire.config import RETAIN_MODES
+from weightwire.config import RETAIN_MODES, checked_seconds
 from weightwire.errors import ConfigError, TransportError
+from weightwire.server import arguments
 from weightwire.server.capacity import Capacity
 from weightwire.server.destinations import Destination, HostMemory
 from weightwire.server.populate import Populator
 from weightwire.server.served import Registry, ServedTensor
 from weightwire.server.session import Services, Session
+from weightwire.server.waiting import WaitingRoom
 from weightwire.transport.address import format_endpoint
 from weightwire.transport.memory import available_memory
 from weightwire.transport.tcp import TcpStream, listen_tcp
-from weightwire.wire import CACHE_BIT, Dialect, Greeting, dialect_for
+from weightwire.wire import CACHE_BIT, Greeting, described_version
 
 __all__ = ["Server"]
 
@@ -32,23 +34,26 @@ logger = logging.getLogger(__name__)
 
 _JOIN_SECONDS: Final = 5.0
 _ACCEPT_PAUSE: Final = 0.5
+_MAX_BYTES: Final = (1 << 64) - 1
+_MAX_CLIENTS: Final = 4096
 
 
 class Server:
     """A ggml RPC server that stores weights, for any number of clients at once.
 
-    ``host`` and ``port`` say where it listens (port 0: a free one, see `port`). ``cache`` is a directory, made if
-    missing, or a `TensorCache`. ``protocol`` is the version it speaks, 1.0 to 8.0. ``retain`` says how long `tensors`
-    keeps what was pushed: until its ``"connection"`` ends or its buffer is freed, or as long as the ``"process"``
-    (until the same name is pushed again, `forget` or `close`). ``on_tensor`` is called with each `ServedTensor` when
-    its last byte has arrived, from the thread that serves the client, which waits for it. ``destination``, a callable
-    ``(nbytes, device) -> Destination``, makes the memory of each buffer; by default `HostMemory`. ``memory`` is how
-    many bytes all clients together may hold (default: what is available when the server starts). Clients beyond
-    ``max_clients`` are turned away. A client must say HELLO within ``hello_timeout`` seconds and may not pause longer
-    than ``stall_timeout`` seconds within a request.
+    ``host``, a name or address, and ``port`` say where it listens (port 0: a free one, see `port`). ``cache`` is a
+    directory, made if missing, or a `TensorCache`. ``protocol`` is the version it speaks, one of those in
+    docs/protocol.md, with or without a patch number. ``retain`` says how long `tensors` keeps what was pushed: until
+    its ``"connection"`` ends or its buffer is freed, or as long as the ``"process"`` (until the same name is pushed
+    again, `forget` or `close`). ``on_tensor`` is called with each `ServedTensor` when its last byte has arrived, from
+    the thread that serves the client, which waits for it. ``destination``, a callable ``(nbytes, device) ->
+    Destination``, makes the memory of each buffer; by default `HostMemory`. ``memory`` is how many bytes all clients
+    together may hold, each buffer rounded up to 4096 (default: what is available when the server starts). A client
+    must say HELLO within ``hello_timeout`` seconds and may not pause longer than ``stall_timeout`` seconds within a
+    request. Clients beyond ``max_clients`` wait unanswered for a place, 64 of them and each for ``hello_timeout``
+    seconds, and are turned away after that.
 
-    Nothing happens before `start`. Raises ConfigError for arguments that cannot be used (VersionError for an unknown
-    version).
+    Nothing happens before `start`. Raises ConfigError for arguments that cannot be used.
     """
 
     def __init__(
@@ -66,50 +71,50 @@ class Server:
         hello_timeout: float = 10.0,
         stall_timeout: float = 60.0,
     ) -> None:
-        if not 0 <= port <= 65535:
-            raise ConfigError(f"port {port} is not between 0 and 65535")
+        self._host = arguments.host_name(host)
+        self._port = arguments.whole_number("port", port, 0, 65535)
         if retain not in RETAIN_MODES:
             raise ConfigError(f"retain={retain!r}", hint=f"one of {', '.join(RETAIN_MODES)}")
-        if memory is not None and memory < 0:
-            raise ConfigError(f"memory={memory} is not a number of bytes")
-        if max_clients < 1:
-            raise ConfigError(f"max_clients={max_clients}; at least one client must be allowed")
+        if memory is not None:
+            memory = arguments.whole_number("memory", memory, 0, _MAX_BYTES, hint="it is in bytes: 1 << 30, not '1GiB'")
         for name, hook in (("on_tensor", on_tensor), ("destination", destination)):
             if hook is not None and not callable(hook):
                 raise ConfigError(f"{name}={hook!r} cannot be called")
-        for name, seconds in (("hello_timeout", hello_timeout), ("stall_timeout", stall_timeout)):
-            if not seconds > 0:
-                raise ConfigError(f"{name}={seconds} is not a number of seconds above 0")
-        self._dialect = dialect_for(protocol)
-        self._host = host
-        self._port = port
-        self._cache_at = cache
-        self._greeting = _greeting(self._dialect, protocol, cache is not None)
+        self._dialect, patch = described_version(protocol)
+        self._cache_at = arguments.cache_place(cache)
+        cached = CACHE_BIT if cache is not None and self._dialect.version >= (4, 0) else 0
+        self._greeting = Greeting(*self._dialect.version, patch, cached)
         self._destination = destination if destination is not None else HostMemory
         self._memory = memory
-        self._max_clients = max_clients
-        self._hello_timeout = hello_timeout
-        self._stall_timeout = stall_timeout
+        self._max_clients = arguments.whole_number("max_clients", max_clients, 1, _MAX_CLIENTS)
+        self._hello_timeout = checked_seconds("hello_timeout", hello_timeout)
+        self._stall_timeout = checked_seconds("stall_timeout", stall_timeout)
         self._registry = Registry(keep=retain == "process", on_tensor=on_tensor)
 
-        self._lock = threading.Lock()
+        # Reentrant, for a signal handler that closes the server.
+        self._lock = threading.RLock()
         self._started = False
+        self._process: int | None = None
         self._closing = False
         self._closed = threading.Event()
+        self._closer: threading.Thread | None = None
         self._endpoints: tuple[str, ...] = ()
         self._wake: socket.socket | None = None
         self._unlisten = contextlib.ExitStack()
         self._acceptor: threading.Thread | None = None
         self._populator = Populator()
         self._sessions: dict[Session, threading.Thread] = {}
+        self._waiting = WaitingRoom(self._hello_timeout)
         self._services: Services | None = None
 
     def start(self) -> Self:
         """Listen, and accept clients on a thread of the server's own. Returns the server.
 
         Raises TransportError where it cannot listen there, ConfigError if the cache's directory cannot be made or the
-        server has been closed. Does nothing if it has been started.
+        server has been closed or was started by another process. Does nothing if it has been started.
         """
+        if self._elsewhere():
+            raise ConfigError("this server runs in the process that started it", hint="make a new one after a fork")
         with self._lock:
             if self._closing:
                 raise ConfigError("this server has been closed", hint="make a new one")
@@ -131,6 +136,7 @@ class Server:
             )
             self._listen()
             self._started = True
+            self._process = os.getpid()
         logger.info("serving protocol %s on %s", self._greeting.text, ", ".join(self._endpoints))
         return self
 
@@ -158,29 +164,66 @@ class Server:
         self._endpoints = tuple(format_endpoint(name[0], name[1]) for name in names)
 
     def close(self) -> None:
-        """Stop accepting, end every client, and free everything. Idempotent; waits some seconds at the most; never
-        raises.
+        """Stop accepting, end every client, and free everything. Idempotent, and whoever calls it while another thread
+        does the work waits for that; some seconds at the most. Never raises.
 
-        Arrays and views handed out stay valid.
+        Arrays and views handed out stay valid. In a process that was forked while the server ran, this closes that
+        process's descriptors and nothing else.
         """
+        if self._elsewhere():
+            self._close_inherited()
+            return
+        caller = threading.current_thread()
         with self._lock:
-            if self._closing:
-                return
+            first = not self._closing
             self._closing = True
+            if first:
+                self._closer = caller
             sessions = dict(self._sessions)
-            wake, acceptor = self._wake, self._acceptor
-        deadline = time.monotonic() + _JOIN_SECONDS
-        if wake is not None:
+            waiting = self._waiting.everybody()
+        if first:
+            try:
+                self._end(sessions, waiting, time.monotonic() + _JOIN_SECONDS)
+            finally:
+                self._closed.set()
+        # Called back by the server, the closing thread may be waiting for this very one.
+        elif caller not in (self._closer, self._acceptor, *sessions.values()):
+            self._closed.wait(_JOIN_SECONDS)
+
+    def _end(self, sessions: dict[Session, threading.Thread], waiting: list[TcpStream], deadline: float) -> None:
+        if self._wake is not None:
             with contextlib.suppress(OSError):
-                wake.send(b"x")
+                self._wake.send(b"x")
         for session in sessions:
             session.stop()
-        self._join(acceptor, deadline)
+        for stream in waiting:
+            stream.close()
+        self._join(self._acceptor, deadline)
         self._unlisten.close()
         for thread in sessions.values():
             self._join(thread, deadline)
         self._populator.close(max(0.0, deadline - time.monotonic()))
         self._registry.close()
+
+    def _elsewhere(self) -> bool:
+        """Whether this process is a fork of the one in which the server runs."""
+        return self._process is not None and self._process != os.getpid()
+
+    def _close_inherited(self) -> None:
+        # The threads are not here, and locks they held at that moment will never be released: take none. Connections
+        # belong to the other process too, so they are not shut down. Their descriptors become /dev/null, because a
+        # stream that a vanished thread was using would otherwise shut its connection down when it is closed.
+        self._closing = True
+        self._unlisten.close()
+        streams = [session.inherited() for session in list(self._sessions)]
+        streams += [stream.fileno() for stream in self._waiting.everybody()]
+        self._sessions = {}
+        null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        for descriptor in streams:
+            if descriptor >= 0:
+                os.dup2(null, descriptor, inheritable=False)
+        os.close(null)
+        self._closed = threading.Event()
         self._closed.set()
 
     @staticmethod
@@ -249,8 +292,11 @@ class Server:
                 selector.register(listener, selectors.EVENT_READ, listener)
             complained = False
             while not self._closing:
-                for key, _ in selector.select():
-                    if key.data is None or self._closing:
+                for key, _ in selector.select(self._patience()):
+                    if self._closing:
+                        break
+                    if key.data is None:
+                        wake.recv(64)
                         continue
                     trouble = self._accept(key.data)
                     if trouble is None:
@@ -263,6 +309,19 @@ class Server:
                     wake.settimeout(_ACCEPT_PAUSE)
                     with contextlib.suppress(TimeoutError):
                         wake.recv(1)
+                self._turn_away()
+
+    def _patience(self) -> float | None:
+        with self._lock:
+            return self._waiting.patience()
+
+    def _turn_away(self) -> None:
+        """End the wait of whoever has waited long enough."""
+        with self._lock:
+            late = self._waiting.expired()
+        for stream in late:
+            logger.warning("%s: turned away, no place became free in %g s", stream.endpoint, self._waiting.seconds)
+            stream.close()
 
     def _accept(self, listener: socket.socket) -> str | None:
         """Take one client in. What went wrong, if the system could not give us one."""
@@ -286,24 +345,33 @@ class Server:
             return str(error)
 
     def _admit(self, stream: TcpStream) -> str | None:
-        assert self._services is not None
         with self._lock:
-            full = len(self._sessions) >= self._max_clients
-            if not full and not self._closing:
-                session = Session(stream, self._services)
-                thread = threading.Thread(
-                    target=self._serve, args=(session,), name=f"weightwire-{stream.endpoint}", daemon=True
-                )
-                try:
-                    thread.start()
-                except RuntimeError as error:  # no more threads
-                    stream.close()
-                    return str(error)
-                self._sessions[session] = thread
+            if self._closing:
+                stream.close()
                 return None
-        if full:
-            logger.warning("%s: turned away, %d clients are connected already", stream.endpoint, self._max_clients)
-        stream.close()
+            if len(self._sessions) < self._max_clients:
+                return self._begin(stream)
+            waits = self._waiting.add(stream)
+        if waits:
+            logger.warning("%s: waiting, %d clients are connected already", stream.endpoint, self._max_clients)
+        else:
+            logger.warning("%s: turned away, too many are waiting for a place already", stream.endpoint)
+            stream.close()
+        return None
+
+    def _begin(self, stream: TcpStream) -> str | None:
+        """Give a connection its thread, with the lock held. What went wrong, if the system has none to give."""
+        assert self._services is not None
+        session = Session(stream, self._services)
+        thread = threading.Thread(
+            target=self._serve, args=(session,), name=f"weightwire-{stream.endpoint}", daemon=True
+        )
+        try:
+            thread.start()
+        except RuntimeError as error:
+            stream.close()
+            return str(error)
+        self._sessions[session] = thread
         return None
 
     def _serve(self, session: Session) -> None:
@@ -312,11 +380,7 @@ class Server:
         finally:
             with self._lock:
                 self._sessions.pop(session, None)
-
-
-def _greeting(dialect: Dialect, protocol: str, cached: bool) -> Greeting:
-    numbers = [int(part) for part in protocol.split(".")]
-    major, minor, patch = (*numbers, 0, 0)[:3]
-    if max(minor, patch) > 255:
-        raise ConfigError(f"protocol={protocol!r}: each part of a version is a byte")
-    return Greeting(major, minor, patch, CACHE_BIT if cached and dialect.version >= (4, 0) else 0)
+                waiting = None if self._closing else self._waiting.next()
+                trouble = self._begin(waiting) if waiting is not None else None
+            if trouble is not None:
+                logger.error("a client that was waiting could not be served (%s)", trouble)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
+from weightwire.server.capacity import Tally
 from weightwire.server.destinations import HostMemory
-from weightwire.wire.tensor import RpcTensor
+from weightwire.server.errors import log_failure
+from weightwire.wire.tensor import MAX_NAME, RpcTensor, wire_name
 from weightwire.wire.types import TYPES
 
 if TYPE_CHECKING:
@@ -16,15 +18,24 @@ if TYPE_CHECKING:
 
     from weightwire.server.buffers import Block
 
-__all__ = ["Registry", "ServedTensor"]
+__all__ = ["MAX_TENSORS", "Registry", "ServedTensor"]
 
 logger = logging.getLogger(__name__)
+
+MAX_TENSORS: Final = 1 << 18
+"""Tensors of all clients together that are listed by name, and likewise that are being written. What comes after is
+stored all the same, but not listed. Several of the largest models fit (one of 671B has 92,000 tensors).
+"""
+
+_MAX_PIECES: Final = 1 << 20
+"""Separate pieces of tensors being written that are remembered for all clients together, about 100 bytes each."""
 
 
 class ServedTensor:
     """One tensor of which every byte has arrived. Read-only.
 
-    ``ne`` is its shape as ggml has it (``ne[0]`` varies fastest, ones at the end left out), ``shape`` the same as
+    ``name`` is as it travels: one of more than 63 bytes of UTF-8 has been shortened by the client.
+    ``ne`` is the shape as ggml has it (``ne[0]`` varies fastest, ones at the end left out), ``shape`` the same as
     numpy has it, ``type_code`` and ``type_name`` its ggml type, ``nbytes`` the bytes from its first to its last. A
     tensor that was sent as plain bytes, because its type or strides do not fit the protocol, is served as ``i8``.
 
@@ -32,7 +43,19 @@ class ServedTensor:
     the client that pushed the tensor writes to it again.
     """
 
-    __slots__ = ("_block", "_listed", "_offset", "_view", "name", "nb", "nbytes", "ne", "type_code", "type_name")
+    __slots__ = (
+        "_block",
+        "_held",
+        "_listed",
+        "_offset",
+        "_view",
+        "name",
+        "nb",
+        "nbytes",
+        "ne",
+        "type_code",
+        "type_name",
+    )
 
     def __init__(self, tensor: RpcTensor, block: Block | None, offset: int, nbytes: int) -> None:
         dims = 4
@@ -47,6 +70,7 @@ class ServedTensor:
         self._block = block
         self._offset = offset
         self._listed = False
+        self._held = False
         self._view: memoryview | None = None
         if block is None or not nbytes:
             self._view = memoryview(b"")
@@ -122,41 +146,53 @@ class _Names(Mapping[str, ServedTensor]):
 class Registry:
     """Complete tensors of all clients by name; the last one completed under a name is the one that is found.
     Thread-safe.
+
+    ``remembered`` and ``pieces`` bound what all clients together can make the server keep about tensors that are being
+    written.
     """
 
     def __init__(self, *, keep: bool, on_tensor: Callable[[ServedTensor], object] | None) -> None:
         self.keep = keep
         self.tensors: Mapping[str, ServedTensor] = _Names(self)
+        self.remembered = Tally(MAX_TENSORS)
+        self.pieces = Tally(_MAX_PIECES)
         self._on_tensor = on_tensor
         self._lock = threading.Lock()
         self._closed = False
-        self._by_name: dict[str, list[ServedTensor]] = {}
+        self._count = 0
+        # The tensors of a name in the order in which they were completed; a dict, so that taking one out is quick.
+        self._by_name: dict[str, dict[ServedTensor, None]] = {}
 
-    def add(self, served: ServedTensor) -> None:
-        """List a tensor that has become complete, and tell the embedder. A tensor without a name is only told of."""
+    def add(self, served: ServedTensor) -> bool:
+        """List a tensor that has become complete, and tell the embedder. False if there was no room in the list.
+
+        A tensor without a name, or without room, is only told of.
+        """
         replaced: list[ServedTensor] = []
         with self._lock:
             if self._closed:
-                return
+                return True
             served._listed = True
-            if served._block is not None:
-                served._block.hold()
-            same = self._by_name.setdefault(served.name, []) if served.name else []
             if self.keep:
                 # The last client that pushed this name may be long gone, so nothing else would ever end its tensor.
-                replaced, same[:] = same[:], []
-            same.append(served)
-            for old in replaced:
-                old._listed = False
+                replaced = self._take_out(served.name)
+            room = self._count < MAX_TENSORS
+            if served.name and room:
+                served._held = True
+                if served._block is not None:
+                    served._block.hold()
+                self._by_name.setdefault(served.name, {})[served] = None
+                self._count += 1
         self._drop(replaced)
         if self._on_tensor is not None:
             try:
                 self._on_tensor(served)
-            except Exception:
-                logger.exception("on_tensor failed for tensor %r", served.name)
+            except Exception as error:
+                log_failure(logger, error, "on_tensor failed for tensor %r", served.name)
+        return room
 
     def listed(self, served: ServedTensor) -> bool:
-        """Whether ``served`` is still in here."""
+        """Whether ``served`` has not been taken out (or has only been told of)."""
         return served._listed
 
     def remove(self, served: ServedTensor) -> None:
@@ -165,18 +201,19 @@ class Registry:
             if not served._listed:
                 return
             served._listed = False
-            same = self._by_name.get(served.name, [])
-            same[:] = [other for other in same if other is not served]
+            if not served._held:
+                return
+            same = self._by_name[served.name]
+            del same[served]
+            self._count -= 1
             if not same:
-                self._by_name.pop(served.name, None)
+                del self._by_name[served.name]
         self._drop([served])
 
     def forget(self, name: str) -> bool:
         """Take every tensor called ``name`` out. Whether there was one."""
         with self._lock:
-            gone = self._by_name.pop(name, [])
-            for served in gone:
-                served._listed = False
+            gone = self._take_out(self._key(name))
         self._drop(gone)
         return bool(gone)
 
@@ -184,19 +221,32 @@ class Registry:
         """Take everything out, and in nothing any more."""
         with self._lock:
             self._closed = True
-        for name in self.names():
-            self.forget(name)
+            gone = [served for name in list(self._by_name) for served in self._take_out(name)]
+        self._drop(gone)
 
     def find(self, name: str) -> ServedTensor | None:
         """The tensor called ``name``."""
         with self._lock:
-            same = self._by_name.get(name)
-            return same[-1] if same else None
+            same = self._by_name.get(self._key(name))
+            return next(reversed(same)) if same else None
 
     def names(self) -> list[str]:
         """The names at this moment, oldest first."""
         with self._lock:
             return list(self._by_name)
+
+    def _key(self, name: str) -> str:
+        """The name as it travelled, of a tensor that its client may call by a longer one."""
+        if len(name) * 4 < MAX_NAME or name in self._by_name:
+            return name
+        return wire_name(name).decode("utf-8", "replace")
+
+    def _take_out(self, name: str) -> list[ServedTensor]:
+        gone = list(self._by_name.pop(name, ()))
+        self._count -= len(gone)
+        for served in gone:
+            served._listed = False
+        return gone
 
     @staticmethod
     def _drop(gone: list[ServedTensor]) -> None:

@@ -14,7 +14,7 @@ from weightwire.server.buffers import BufferTable
 from weightwire.server.capacity import Capacity
 from weightwire.server.commands import Commands
 from weightwire.server.destinations import Destination
-from weightwire.server.errors import BadRequest
+from weightwire.server.errors import BadRequest, log_failure
 from weightwire.server.populate import Populator
 from weightwire.server.receive import Receiver
 from weightwire.server.served import Registry
@@ -54,6 +54,7 @@ class Session:
         self._stopping = threading.Event()
         self._doing: int = Command.HELLO
         self._inside = False
+        self._connected_at: float | None = None
         self._set_answered = services.dialect.answered(Command.SET_TENSOR)
         self._buffers = BufferTable(
             capacity=services.capacity,
@@ -70,14 +71,18 @@ class Session:
         self._stopping.set()
         self._stream.shutdown()
 
+    def inherited(self) -> int:
+        """The descriptor of the connection, for a process that was forked meanwhile; -1 if it is closed."""
+        return self._stream.fileno()
+
     def run(self) -> None:
-        """Serve until the client leaves, breaks a rule or is stopped. Never raises for what a client does."""
+        """Serve until the client leaves, breaks a rule or is stopped. Never raises: it has its thread to itself."""
         try:
             if self._hello():
-                logger.debug("%s: connected", self.client)
+                self._connected_at = time.monotonic()
+                logger.info("%s: connected", self.client)
                 while self._request():
                     pass
-            logger.debug("%s: left", self.client)
         except (BadRequest, ProtocolError) as error:
             self._complain(str(error))
         except TransferTimeout as error:
@@ -86,9 +91,10 @@ class Session:
             self._gone(f"the client closed the connection inside it, after {error.bytes_done} bytes")
         except TransportError as error:
             self._gone(str(error))
-        except Exception:
+        except BaseException as error:
+            # A hook of the embedder's may raise anything, SystemExit too.
             if not self._stopping.is_set():
-                logger.exception("%s: %s failed; connection closed", self.client, self._what())
+                log_failure(logger, error, "%s: connection closed: %s failed", self.client, self._what())
         finally:
             self._end()
 
@@ -96,6 +102,14 @@ class Session:
         self._stream.close()
         self._staging.release()
         self._buffers.free_all()
+        if self._connected_at is None:
+            logger.debug("%s: left before it had said HELLO", self.client)
+            return
+        logger.info(
+            "%s: left after %.1f s; tensors completed: %d, bytes received: %d, bytes sent: %d",
+            self.client, time.monotonic() - self._connected_at, self._buffers.completed,
+            self._stream.bytes_received, self._stream.bytes_sent,
+        )  # fmt: skip
 
     def _complain(self, text: str) -> None:
         if not self._stopping.is_set():
@@ -106,7 +120,7 @@ class Session:
         if self._inside:
             self._complain(text)
         else:
-            logger.debug("%s: left: %s", self.client, text)
+            logger.debug("%s: %s", self.client, text)
 
     def _what(self) -> str:
         tensor = self._receiver.tensor if self._receiver.tensor is not None else self._commands.tensor

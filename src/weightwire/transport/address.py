@@ -21,6 +21,8 @@ def parse_endpoint(text: str, default_port: int = DEFAULT_PORT) -> tuple[str, in
     Raises ``ConfigError`` for anything else: an empty host, a port that is no number from 1 to 65535, an IPv6 address
     without brackets but with a port.
     """
+    if not isinstance(text, str):
+        raise ConfigError(f"endpoint {text!r}: it is no text", hint=_FORMS)
     given = text
     text = text.strip()
     if text.startswith("["):

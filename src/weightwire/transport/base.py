@@ -20,9 +20,10 @@ class ByteStream(Protocol):
     """An ordered, reliable stream of bytes to one peer.
 
     ``timeout`` is the longest time in seconds without progress, ``None`` for ever; each receiving call can override it.
-    One thread may send while another receives. Every method but ``shutdown`` and ``close`` raises ``PeerClosed`` (with
-    ``.position`` "before" or "inside" the message and ``.bytes_done``), ``TransferTimeout`` (with ``.phase`` "send" or
-    "receive"), or ``TransportError``; after any of these the stream stands somewhere inside a message: close it.
+    One thread may send while another receives. Every method but ``peer_gone``, ``shutdown`` and ``close`` raises
+    ``PeerClosed`` (with ``.position`` "before" or "inside" the message and ``.bytes_done``), ``TransferTimeout`` (with
+    ``.phase`` "send" or "receive"), or ``TransportError``; after any of these the stream stands somewhere inside a
+    message: close it.
     Wherever bytes go in, any contiguous buffer does (``ValueError`` otherwise).
     """
 
@@ -68,6 +69,13 @@ class ByteStream(Protocol):
         """Exactly ``nbytes`` bytes, or ``None`` where the stream ended in good order before the first of them.
 
         It also ends so when ``shutdown`` is called on this side.
+        """
+
+    def peer_gone(self) -> bool:
+        """Whether the stream has ended: the peer closed or reset it, or this side did.
+
+        As far as is known now, whatever has arrived and not been received: it takes no bytes, never waits, never
+        raises. For one who does something else for long between two messages.
         """
 
     def shutdown(self) -> None:

@@ -1,17 +1,17 @@
 """HELLO from the client's side: find out what the server speaks. Source: docs/protocol.md, section 6.
 
 Servers of protocol 4 and newer take a HELLO of 24 bytes and close on an empty one; older ones do the reverse. So the
-24-byte form goes first, and a connection that closes without an answer is made again with the empty form.
+24-byte form goes first, and a connection that closes without an answer is made again with the empty form. A refusal of
+either form comes at once; a server that holds the connection first is full, or busy with somebody else.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import time
 
+from weightwire.config import checked_seconds
 from weightwire.errors import (
-    ConfigError,
     PeerClosed,
     ProtocolError,
     ServerBusy,
@@ -21,7 +21,7 @@ from weightwire.errors import (
 from weightwire.transport.base import ByteStream
 from weightwire.transport.tcp import connect_tcp
 from weightwire.wire.commands import Command
-from weightwire.wire.dialect import DIALECTS, OURS, Dialect, dialect_for
+from weightwire.wire.dialect import DIALECTS, OURS, Dialect, described_version, dialect_for
 from weightwire.wire.framing import RESPONSE_HEADER_BYTES, parse_u64, request_header
 from weightwire.wire.hello import NO_CAPS, Greeting, decode_hello_answer, encode_hello_request
 
@@ -32,7 +32,14 @@ _log = logging.getLogger(__name__)
 _ANSWER_BYTES = {True: 28, False: 3}
 """Payload of the answer by whether HELLO carried capabilities."""
 
-_LONGEST_TIMEOUT = 86_400.0 * 365
+
+_HELD = 1.0
+"""Seconds; a server that keeps us waiting for longer than this and then closes did not do so over the form of HELLO."""
+
+_BUSY_HINT = (
+    "a stock ggml server serves one client at a time, and one of weightwire's may be full: wait until another client "
+    "leaves, or raise timeout; or what listens there is no ggml RPC server"
+)
 
 
 def open_connection(endpoint: str, timeout: float, protocol: str | None = None) -> tuple[ByteStream, Greeting, Dialect]:
@@ -43,18 +50,25 @@ def open_connection(endpoint: str, timeout: float, protocol: str | None = None) 
 
     Raises ConfigError for a bad argument, VersionError for a server that is too old or announces a major nobody
     described (nothing is sent after HELLO), ProtocolError for an answer that is no HELLO answer, ServerBusy when the
-    server took the connection and said nothing, TransferTimeout, PeerClosed and TransportError for the rest. In every
-    case the socket is closed again.
+    server took the connection and said nothing until the time was over or, after a while, it closed; TransferTimeout,
+    PeerClosed and TransportError for the rest. In every case the socket is closed again.
     """
-    if not (isinstance(timeout, (int, float)) and math.isfinite(timeout) and 0 < timeout <= _LONGEST_TIMEOUT):
-        raise ConfigError(f"timeout: {timeout!r} is not a number of seconds", hint="give a number above 0, such as 30")
-    forced = _forced_dialect(protocol)
+    timeout = checked_seconds("timeout", timeout)
+    forced = None if protocol is None else described_version(protocol).dialect
     deadline = time.monotonic() + timeout
+    held = 0.0
     for caps_form in (True, False):
-        stream = _connect(endpoint, deadline, timeout)
         try:
+            stream = connect_tcp(endpoint, _left(endpoint, deadline, timeout, "connect"))
+        except TransferTimeout as error:
+            if held > _HELD:
+                raise _busy(endpoint, timeout) from error
+            raise
+        try:
+            asked = time.monotonic()
             answer = _hello(stream, caps_form, deadline, timeout)
             if answer is None:
+                held = max(held, time.monotonic() - asked)
                 _log.debug("%s closed on the %s form of HELLO", endpoint, "24-byte" if caps_form else "empty")
                 stream.close()
                 continue
@@ -69,6 +83,13 @@ def open_connection(endpoint: str, timeout: float, protocol: str | None = None) 
         except BaseException:
             stream.close()
             raise
+    if held > _HELD:
+        raise ServerBusy(
+            f"{endpoint} took the connection, did not answer HELLO for {held:.1f} s, and closed",
+            phase="hello",
+            elapsed=held,
+            hint=_BUSY_HINT,
+        )
     raise VersionError(
         f"{endpoint} closed the connection on both forms of HELLO: "
         "its protocol is older than 1.0, or it refuses this client",
@@ -78,16 +99,13 @@ def open_connection(endpoint: str, timeout: float, protocol: str | None = None) 
     )
 
 
-def _forced_dialect(protocol: str | None) -> Dialect | None:
-    if protocol is None:
-        return None
-    try:
-        return dialect_for(protocol)
-    except (TypeError, ValueError, VersionError):
-        known = ", ".join(dialect.text for dialect in DIALECTS.values())
-        raise ConfigError(
-            f"protocol: {protocol!r} is not a version weightwire speaks", hint=f"one of {known}"
-        ) from None
+def _busy(endpoint: str, timeout: float) -> ServerBusy:
+    return ServerBusy(
+        f"{endpoint} took the connection and did not answer HELLO within {timeout:g} s",
+        phase="hello",
+        elapsed=timeout,
+        hint=_BUSY_HINT,
+    )
 
 
 def _left(endpoint: str, deadline: float, timeout: float, phase: str) -> float:
@@ -95,10 +113,6 @@ def _left(endpoint: str, deadline: float, timeout: float, phase: str) -> float:
     if left <= 0:
         raise TransferTimeout(f"{endpoint}: no connection within {timeout:g} s", phase=phase, elapsed=timeout)
     return left
-
-
-def _connect(endpoint: str, deadline: float, timeout: float) -> ByteStream:
-    return connect_tcp(endpoint, _left(endpoint, deadline, timeout, "connect"))
 
 
 def _hello(stream: ByteStream, caps_form: bool, deadline: float, timeout: float) -> bytes | None:
@@ -135,12 +149,7 @@ def _hello(stream: ByteStream, caps_form: bool, deadline: float, timeout: float)
                 bytes_done=len(got),
                 hint="the server stalled; what listens there may not be a ggml RPC server",
             ) from error
-        raise ServerBusy(
-            f"{stream.endpoint} took the connection and did not answer HELLO within {timeout:g} s",
-            phase="hello",
-            elapsed=timeout,
-            hint="a stock ggml server serves one client at a time: wait until the other one leaves, or raise timeout",
-        ) from error
+        raise _busy(stream.endpoint, timeout) from error
     return bytes(got[RESPONSE_HEADER_BYTES:])
 
 

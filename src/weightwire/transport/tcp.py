@@ -11,6 +11,7 @@ import time
 from typing import Final
 
 from weightwire._native import _stream
+from weightwire.config import parse_host
 from weightwire.errors import ConfigError, TransferTimeout, TransportError
 from weightwire.transport.address import format_endpoint, parse_endpoint
 
@@ -95,16 +96,20 @@ def connect_tcp(endpoint: str, timeout: float | None) -> TcpStream:
 
 
 def listen_tcp(host: str, port: int) -> list[socket.socket]:
-    """Listening sockets on every address ``host`` has: a name, an address, or ``""`` for all of this machine's.
+    """Listening sockets on every address ``host`` has: a name, or an address, with or without brackets.
 
-    ``port`` 0 takes a free one, the same for all of them. Raises ``ConfigError`` for a port out of range,
-    ``TransportError`` where an address cannot be had; nothing stays open then.
+    ``port`` 0 takes a free one, the same for all of them. Raises ``ConfigError`` for a port out of range or a host that
+    is none (an empty one too), ``TransportError`` where an address cannot be had; nothing stays open then.
     """
     if not 0 <= port <= 65535:
         raise ConfigError(f"port {port} is not 0 to 65535")
-    name = format_endpoint(host or "*", port)
     try:
-        addresses = _addresses(host or None, port, socket.AI_PASSIVE)
+        host = parse_host(host)
+    except ValueError as error:
+        raise ConfigError(f"host to listen on: {error}") from None
+    name = format_endpoint(host, port)
+    try:
+        addresses = _addresses(host, port)
     except (OSError, UnicodeError) as error:
         raise _no_address(name, error) from error
     attempts = 1 if port else PORT_ATTEMPTS
@@ -128,7 +133,7 @@ def _configure(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_PROBES)
 
 
-def _addresses(host: str | None, port: int, flags: int = 0) -> list[Address]:
+def _addresses(host: str, port: int, flags: int = 0) -> list[Address]:
     found: list[Address] = list(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags))
     return list(dict.fromkeys(found))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from weightwire.wire.commands import CACHE_THRESHOLD, COMPUTE_COMMANDS, DEFAULT_PORT, Command
-from weightwire.wire.dialect import DIALECTS, Dialect, dialect_for
+from weightwire.wire.dialect import DIALECTS, Dialect, described_version, dialect_for
 from weightwire.wire.framing import (
     EMPTY_RESPONSE,
     MAX_CONTROL_BYTES,
@@ -37,6 +37,7 @@ __all__ = [
     "Greeting",
     "RpcTensor",
     "TensorType",
+    "described_version",
     "dialect_for",
     "parse_request_header",
     "parse_u64",

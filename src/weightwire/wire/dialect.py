@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 from weightwire.errors import ConfigError, VersionError
 from weightwire.wire.codec import DEVICE_COMMANDS, Codec
@@ -12,7 +12,7 @@ from weightwire.wire.commands import ALLOC_SIZE_SOURCES, CACHE_THRESHOLD, COMPUT
 from weightwire.wire.tensor import RPC_TENSOR_BYTES
 from weightwire.wire.types import TYPES
 
-__all__ = ["DIALECTS", "OURS", "Dialect", "dialect_for"]
+__all__ = ["DIALECTS", "OURS", "Described", "Dialect", "described_version", "dialect_for"]
 
 _T: Final = RPC_TENSOR_BYTES
 
@@ -209,3 +209,37 @@ def dialect_for(version: Sequence[int] | str) -> Dialect:
             hint="a fork with numbers of its own: name the version it is compatible with (protocol=)",
         )
     return DIALECTS[max(known)]
+
+
+class Described(NamedTuple):
+    """A version a user named: its dialect, and the patch number, which says nothing about the protocol."""
+
+    dialect: Dialect
+    patch: int
+
+
+_NAMED: Final = re.compile(r"([0-9]{1,3})\.([0-9]{1,3})(?:\.([0-9]{1,3}))?", re.ASCII)
+
+
+def described_version(version: object) -> Described:
+    """What a user means by ``version``: text "major.minor" or "major.minor.patch" of a version in `DIALECTS`.
+
+    Stricter than `dialect_for`, which makes the best of what a peer announces: what is announced or spoken on a user's
+    word must be described here. ConfigError for anything else, also for a patch above 255 (it is one byte in HELLO).
+    """
+    found = _NAMED.fullmatch(version) if isinstance(version, str) else None
+    if found is None:
+        raise ConfigError(
+            f"protocol {version!r} is not a version", hint='write it as text, such as "7.0.0"; ' + _known_ones()
+        )
+    major, minor, patch = (int(part or 0) for part in found.groups())
+    dialect = DIALECTS.get((major, minor))
+    if dialect is None:
+        raise ConfigError(f"protocol {version} is not known", hint=_known_ones())
+    if patch > 255:
+        raise ConfigError(f"protocol {version}: the patch number is at most 255")
+    return Described(dialect, patch)
+
+
+def _known_ones() -> str:
+    return f"weightwire speaks {', '.join(dialect.text for dialect in DIALECTS.values())}"

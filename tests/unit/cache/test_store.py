@@ -5,10 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from weightwire.cache import store
 from weightwire.cache.store import TensorCache, default_directory, entry_name
 from weightwire.errors import ConfigError
 from weightwire.hashing import fnv1a64
@@ -183,6 +186,10 @@ def test_a_full_disk_is_reported_once(
     assert "No space left on device" in caplog.records[0].getMessage()
     assert os.listdir(cache.directory) == []
     assert cache.save(HASH, [DATA])  # and it recovers
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        assert not cache.save(HASH, [DATA])
+    assert [record.levelname for record in caplog.records] == ["WARNING", "DEBUG", "WARNING"]
 
 
 def test_a_directory_that_has_vanished_loses_only_the_entry(
@@ -192,3 +199,72 @@ def test_a_directory_that_has_vanished_loses_only_the_entry(
     assert not cache.save(HASH, [DATA])
     assert cache.lookup(HASH, len(DATA)) is None
     assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+@pytest.mark.parametrize("directory", ["", "  ", "a\0b", b"bytes", 5, None])
+def test_what_names_no_directory(directory: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="cache directory"):
+        TensorCache(directory)  # type: ignore[arg-type]
+    assert os.listdir(tmp_path) == []
+
+
+KILLED_WRITER = """
+import os, signal, sys
+from weightwire.cache import store
+from weightwire.cache.store import TensorCache
+writer = TensorCache(sys.argv[1]).writer()
+writer.write(b"half")
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_process_left_is_removed(cache: TensorCache, caplog: pytest.LogCaptureFixture) -> None:
+    subprocess.run([sys.executable, "-c", KILLED_WRITER, str(cache.directory)], timeout=60)
+    (left,) = os.listdir(cache.directory)
+    again = TensorCache(cache.directory)
+    assert os.listdir(cache.directory) == []
+    assert left in caplog.text
+    assert again.save(HASH, [DATA])
+
+
+def test_what_is_being_written_is_left_alone(cache: TensorCache) -> None:
+    with cache.writer() as writer:
+        writer.write(DATA)
+        TensorCache(cache.directory)
+        assert writer.commit(HASH)
+    assert cache.holds(HASH, DATA)
+
+
+def test_files_of_others_are_left_alone(cache: TensorCache, tmp_path: Path) -> None:
+    cache.save(HASH, [DATA])
+    outside = tmp_path / "outside"
+    outside.write_bytes(b"mine")
+    for name in (".tmp", ".abcdefgh.tmp", ".weightwire-short.tmp", "x.weightwire-abcdefgh.tmp", "0123456789abcdef.tmp"):
+        (cache.directory / name).write_bytes(b"")
+    (cache.directory / ".weightwire-aaaaaaaa.tmp").symlink_to(outside)
+    (cache.directory / ".weightwire-bbbbbbbb.tmp").mkdir()
+    os.mkfifo(cache.directory / ".weightwire-cccccccc.tmp")
+    before = sorted(os.listdir(cache.directory))
+    TensorCache(cache.directory)
+    assert sorted(os.listdir(cache.directory)) == before
+    assert outside.read_bytes() == b"mine"
+
+
+def test_a_temporary_file_that_was_swept_before_it_was_locked_is_made_anew(
+    cache: TensorCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = store.fcntl.flock
+    swept: list[str] = []
+
+    def sweep_first(fd: int, how: int) -> None:
+        if not swept:
+            (name,) = os.listdir(cache.directory)
+            swept.append(name)
+            (cache.directory / name).unlink()
+        lock(fd, how)
+
+    monkeypatch.setattr(store.fcntl, "flock", sweep_first)
+    assert cache.save(HASH, [DATA])
+    assert os.listdir(cache.directory) == [entry_name(HASH)]
+    assert swept

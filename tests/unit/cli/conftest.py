@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner
 
 import weightwire
-from weightwire.cli import main
+from weightwire.cli.root import root
 from weightwire.model.synthetic import write_synthetic_gguf
 
 # Settings of whoever runs the tests must not reach them.
@@ -55,7 +55,7 @@ def invoke() -> Callable[..., Ran]:
     """Run a verb in this process."""
 
     def run(*words: str, **environ: str) -> Ran:
-        result = CliRunner().invoke(main, list(words), env=environ or None)
+        result = CliRunner().invoke(root, list(words), env=environ or None)
         assert result.exception is None or isinstance(result.exception, SystemExit)
         return Ran(result.exit_code, result.stdout, result.stderr)
 

@@ -92,6 +92,20 @@ def test_usage(invoke, scratch: Path, words: tuple[str, ...], said: str) -> None
     assert not os.listdir(scratch)
 
 
+def test_settings_it_does_not_have_do_not_matter(invoke, scratch: Path) -> None:
+    others = {"WEIGHTWIRE_CACHE": "x", "WEIGHTWIRE_PROTOCOL": "x", "WEIGHTWIRE_SERVER_PORT": "x"}
+    assert invoke("demo", "--size", "1MiB", "-q", **others).code == 0
+    invoke("demo", "--size", "1MiB", WEIGHTWIRE_TIMEOUT="x").failed(2, "WEIGHTWIRE_TIMEOUT")
+
+
+def test_an_empty_model_is_usage_and_starts_no_server(invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from safetensors.numpy import save_file
+
+    monkeypatch.setattr(demo, "EmbeddedServer", lambda: pytest.fail("a server was started"))
+    save_file({}, tmp_path / "empty.safetensors")
+    invoke("demo", str(tmp_path / "empty.safetensors")).failed(2, "no tensor")
+
+
 def test_too_little_disk(invoke, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(2 << 20, 1 << 20, 1 << 20))
@@ -163,7 +177,9 @@ def _wait_for(what: Callable[[], object], process: subprocess.Popen[str]) -> Non
         time.sleep(0.002)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGQUIT, 131)]
+)
 @pytest.mark.parametrize("stage", ["generating", "starting", "pushing"])
 def test_interrupted_it_leaves_nothing(
     spawn, finish, scratch: Path, number: signal.Signals, code: int, stage: str
@@ -181,6 +197,8 @@ def test_interrupted_it_leaves_nothing(
         return [c for c in child[0].net_connections() if c.status == psutil.CONN_ESTABLISHED]
 
     _wait_for(begun, process)
+    process.send_signal(number)
+    # As when a terminal closes: its shell sends one too.
     process.send_signal(number)
     ran = finish(process)
     assert ran.code == code, ran.err

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import logging
+import signal
 import subprocess
 import sys
 
@@ -12,7 +14,9 @@ import pytest
 import weightwire
 from weightwire import client, errors
 from weightwire.cli import main
+from weightwire.cli import root as root_module
 from weightwire.cli.failures import Failure, as_failure
+from weightwire.cli.root import root
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -40,14 +44,14 @@ def test_without_a_verb_it_helps_and_fails(invoke) -> None:
 
 
 def test_every_verb_is_there_and_reports_as_json() -> None:
-    assert set(main.commands) == set(VERBS)
-    for verb in main.commands.values():
+    assert set(root.commands) == set(VERBS)
+    for verb in root.commands.values():
         assert "--json" in {name for parameter in verb.params for name in parameter.opts}
 
 
 def test_every_option_and_variable_is_documented(request: pytest.FixtureRequest) -> None:
     text = (request.config.rootpath / "docs" / "configuration.md").read_text()
-    for verb in main.commands.values():
+    for verb in root.commands.values():
         assert f"weightwire {verb.name}" in text
         for parameter in verb.params:
             if isinstance(parameter, click.Option) and not parameter.hidden:
@@ -147,3 +151,42 @@ def test_starting_up_loads_neither_numpy_nor_the_transport() -> None:
     code = "import sys, weightwire.cli; print([m for m in ('numpy', 'rich', 'weightwire._native') if m in sys.modules])"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout == "[]\n"
+
+
+def test_a_verb_leaves_logging_as_it_was(invoke) -> None:
+    logger = logging.getLogger("weightwire")
+    before = logger.level, logger.propagate, logger.handlers[:]
+    assert invoke("hash", "missing.gguf", WEIGHTWIRE_LOG="debug").code == 2
+    assert invoke("serve", "--port", "0", "--cache", "/proc/weightwire").code == 3
+    assert (logger.level, logger.propagate, logger.handlers) == before
+
+
+# Interrupted before there is anything that could catch it.
+
+
+@pytest.mark.parametrize("module", ["click", "weightwire.cli.output", "weightwire.cli.demo"])
+def test_ctrl_c_while_it_starts(module: str) -> None:
+    code = f"""
+import os, signal, sys
+class Press:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Press())
+from weightwire.cli import main
+sys.argv[1:] = ["--version"]
+main()
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (130, "", "weightwire: interrupted\n")
+
+
+def test_ctrl_c_again_while_the_first_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> None:
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(root_module, "root", interrupted)
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 130

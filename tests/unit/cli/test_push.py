@@ -102,7 +102,7 @@ def test_the_environment_sets_what_options_do_not(invoke, tmp_path: Path, large_
         assert invoke(*words, "--cache", "never", WEIGHTWIRE_CACHE="always").json["misses"] == 0
         invoke(*words, WEIGHTWIRE_CACHE="sometimes").failed(2, "WEIGHTWIRE_CACHE", "sometimes")
         invoke(*words, WEIGHTWIRE_TIMEOUT="-1").failed(2, "WEIGHTWIRE_TIMEOUT")
-        invoke(*words, WEIGHTWIRE_PROTOCOL="9.0").failed(2, "9.0", "1.0 to 8.0")
+        invoke(*words, WEIGHTWIRE_PROTOCOL="9.0").failed(2, "WEIGHTWIRE_PROTOCOL", "9.0", "7.0, 8.0")
 
 
 # How it fails: the exit code, and that both people and programs learn why.
@@ -118,7 +118,13 @@ def test_the_environment_sets_what_options_do_not(invoke, tmp_path: Path, large_
         (("push", "m", "h:1", "--timeout", "nan"), "seconds"),
         (("push", "m", "h:1", "--include", "("), "regular expression"),
         (("push", "m", "h:1", "--protocol", "seven"), "protocol version"),
-        (("push", "m", "h:1", "--protocol", "99.0"), "1.0 to 8.0"),
+        (("push", "m", "h:1", "--protocol", "99.0"), "7.0, 8.0"),
+        (("push", "m", "h:1", "--protocol", "7.999"), "7.999"),
+        (("push", "m", "h:1", "--protocol", "8.0.300"), "255"),
+        (("info", "h:1", "--protocol", "8.9"), "8.9"),
+        (("push", "m", "h:1", "--include", "a{99999999999999999999}"), "--include"),
+        (("push", "m", "h:1", "--include", "(" * 5000 + ")" * 5000), "--include"),
+        (("push", "m", "h:1", "--include", "(?L)a"), "--include"),
         (("push", "m", "h:1", "--bandwidth", "1"), "--bandwidth"),
         (("push", "missing.gguf", "h:1"), "missing.gguf"),
         (("push", ".", "h:1"), "."),
@@ -142,6 +148,16 @@ def test_a_regex_that_finds_nothing_is_usage(invoke, server, small_gguf: Path) -
     assert not server.tensors
 
 
+def test_what_cannot_be_pushed_is_usage_before_a_server_is_asked(
+    invoke, nowhere: str, tmp_path: Path, small_gguf: Path
+) -> None:
+    from safetensors.numpy import save_file
+
+    save_file({}, tmp_path / "empty.safetensors")
+    invoke("push", str(tmp_path / "empty.safetensors"), nowhere).failed(2, "no tensor", "empty.safetensors")
+    invoke("push", str(small_gguf), nowhere, "--include", "nosuch").failed(2, "nosuch")
+
+
 @pytest.mark.parametrize("content", [b"", b"GGUF", b"GGUF\x03\0\0\0" + b"\xff" * 16, b"not a model at all"])
 def test_a_malformed_model_is_usage_and_names_the_file(invoke, server, tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "bad.gguf"
@@ -151,10 +167,15 @@ def test_a_malformed_model_is_usage_and_names_the_file(invoke, server, tmp_path:
     assert ran.json["error"]["path"] == str(path)
 
 
-def test_nobody_listens(invoke, small_gguf: Path) -> None:
+@pytest.fixture
+def nowhere() -> str:
+    """An endpoint at which nobody listens."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    ran = invoke("push", str(small_gguf), f"127.0.0.1:{port}", "--json").failed(1, str(port))
+        return f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+def test_nobody_listens(invoke, nowhere: str, small_gguf: Path) -> None:
+    ran = invoke("push", str(small_gguf), nowhere, "--json").failed(1, nowhere)
     assert ran.json["error"]["exit_code"] == 1
 
 

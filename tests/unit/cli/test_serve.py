@@ -52,19 +52,23 @@ def test_it_logs_to_stderr(spawn, finish) -> None:
     assert finish(process).err == ""
 
 
-def test_ctrl_c_is_130(spawn, finish) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGHUP, 129), (signal.SIGQUIT, 131)])
+def test_another_signal_ends_it_in_order_too(spawn, finish, number: signal.Signals, code: int) -> None:
     process = spawn("serve", "--port", "0")
-    endpoint_of(process)
-    process.send_signal(signal.SIGINT)
-    ran = finish(process)
-    assert ran.code == 130
+    with weightwire.connect(endpoint_of(process)) as connection:
+        process.send_signal(number)
+        ran = finish(process)
+        with pytest.raises(weightwire.WeightwireError):
+            connection.barrier()
+    assert ran.code == code
     assert "Traceback" not in ran.err
 
 
-def test_a_background_job_of_a_shell_keeps_ignoring_ctrl_c(spawn, finish) -> None:
-    process = spawn("serve", "--port", "0", preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP], ids=["a shell's background job", "nohup"])
+def test_what_was_ignored_stays_ignored(spawn, finish, number: signal.Signals) -> None:
+    process = spawn("serve", "--port", "0", preexec_fn=lambda: signal.signal(number, signal.SIG_IGN))
     endpoint = endpoint_of(process)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     with weightwire.connect(endpoint) as connection:
         connection.barrier()
     process.terminate()
@@ -138,7 +142,13 @@ def test_an_address_of_another_machine(spawn, finish) -> None:
     ("words", "said"),
     [
         (("--port", "65536"), "65536"),
-        (("--protocol", "9.9"), "1.0 to 8.0"),
+        (("--protocol", "9.9"), "7.0, 8.0"),
+        (("--protocol", "8.9"), "8.9"),
+        (("--protocol", "7.0.256"), "255"),
+        (("--host", ""), "--host"),
+        (("--host", " "), "--host"),
+        (("--cache", ""), "--cache"),
+        (("--cache", "~nosuchuser/x"), "--cache"),
         (("--protocol", "new"), "protocol version"),
         (("--retain", "forever"), "forever"),
         (("--memory", "much"), "size"),
@@ -152,6 +162,9 @@ def test_usage(invoke, words: tuple[str, ...], said: str) -> None:
 
 def test_a_bad_variable_is_named(invoke) -> None:
     invoke("serve", WEIGHTWIRE_SERVER_PORT="http").failed(2, "WEIGHTWIRE_SERVER_PORT", "http")
+    invoke("serve", WEIGHTWIRE_SERVER_HOST="").failed(2, "WEIGHTWIRE_SERVER_HOST", "empty")
+    invoke("serve", WEIGHTWIRE_SERVER_CACHE="").failed(2, "WEIGHTWIRE_SERVER_CACHE", "empty")
+    invoke("serve", WEIGHTWIRE_SERVER_PROTOCOL="8.9").failed(2, "WEIGHTWIRE_SERVER_PROTOCOL", "8.9")
     invoke("serve", WEIGHTWIRE_LOG="loud").failed(2, "WEIGHTWIRE_LOG", "loud")
 
 

@@ -114,6 +114,9 @@ def test_progress_counts_a_second_time_while_verifying(connection: Connection, m
     [
         ({"include": "("}, "include"),
         ({"include": "nothing like it"}, "include"),
+        ({"include": b"a"}, "include"),
+        ({"include": 5}, "include"),
+        ({"device": "0"}, "device"),
         ({"cache": "sometimes"}, "cache"),
         ({"progress": 5}, "progress"),
         ({"device": 1}, "device"),

@@ -101,11 +101,54 @@ def test_buffers_that_cannot_be_used(connection: Connection) -> None:
         (4, (32,), 0),
         (999, (32,), 0),
         ("f32", (-4, -4), 0),
+        ("f32", (1,), 1.0),
+        ("f32", (1,), "0"),
+        ("f32", (1,), None),
+        ("f32", (1,), True),
+        ("f32", (1.0,), 0),
+        ("f32", "1", 0),
+        ("f32", 1, 0),
+        ("f32", None, 0),
+        (0.0, (1,), 0),
+        (None, (1,), 0),
+        ([], (1,), 0),
     ],
 )
 def test_tensors_that_cannot_be(connection: Connection, kind: int | str, ne: tuple[int, ...], offset: int) -> None:
     with pytest.raises(ConfigError):
         connection.allocate(4096).tensor("t", kind, ne, offset)
+    connection.barrier()
+
+
+@pytest.mark.parametrize("name", [None, 5, b"t"])
+def test_names_that_are_no_text(connection: Connection, name: str) -> None:
+    with pytest.raises(ConfigError, match="name"):
+        connection.allocate(4096).tensor(name, "f32", (1,))
+
+
+@pytest.mark.parametrize("bad", [1.0, "1", None, True])
+def test_offsets_that_are_no_whole_numbers(connection: Connection, server: StandIn, bad: int) -> None:
+    """Refused before anything is sent, so that the connection stays."""
+    tensor = connection.allocate(4096).tensor("t", "f32", (30,))
+    before = len(server.requests)
+    for use in (
+        lambda: tensor.read(bad),
+        lambda: tensor.read(0, 1.0),  # type: ignore[arg-type]
+        lambda: tensor.read_into(bytearray(1), bad),
+        lambda: tensor.write(b"x", bad),
+    ):
+        with pytest.raises(ConfigError, match="whole number"):
+            use()
+    connection.barrier()
+    assert server.commands[before:] == [1]
+
+
+def test_whole_numbers_of_numpy(connection: Connection) -> None:
+    tensor = connection.allocate(np.int64(4096)).tensor("t", np.int8(0), np.array([5, 2]), np.uint32(64))  # type: ignore[arg-type]
+    assert (tensor.ne, tensor.nbytes, tensor.offset) == ((5, 2), 40, 64)
+    assert type(tensor.nbytes) is int
+    tensor.write(b"abc", np.int16(4))
+    assert tensor.read(np.int64(5), np.uint8(2)).tobytes() == b"bc"
 
 
 def test_types_without_numpy(connection: Connection) -> None:
@@ -147,7 +190,7 @@ def test_after_close_everything_says_so(connection: Connection) -> None:
             use()
 
 
-@pytest.mark.parametrize("nbytes", [0, -1, 2**63, 2**64, 1.5])
+@pytest.mark.parametrize("nbytes", [0, -1, 2**63, 2**64, 1.5, "1", None, True])
 def test_sizes_that_cannot_be_allocated_are_not_asked_for(connection: Connection, server: StandIn, nbytes: int) -> None:
     with pytest.raises(ConfigError, match="nbytes"):
         connection.allocate(nbytes)
@@ -165,13 +208,46 @@ def test_a_server_without_memory(connection: Connection, server: StandIn) -> Non
     assert connection.allocate(5 << 20).nbytes == 5 << 20
 
 
-@pytest.mark.parametrize("device", [1, -1, 2**32, "0"])
+@pytest.mark.parametrize("device", [1, -1, 2**32, "0", 0.0, False, None])
 def test_devices_that_are_not_there(connection: Connection, device: int) -> None:
     for use in (connection.alignment, connection.max_size, connection.device_memory):
         with pytest.raises(ConfigError, match="device"):
             use(device)
     with pytest.raises(ConfigError, match="device"):
         connection.allocate(1, device)
+
+
+def devices_of(server: StandIn, count: int) -> None:
+    """Make ``server`` say that it has so many devices."""
+    serve = server.serve
+    server.serve = lambda message: struct.pack("<I", count) if message.command == 15 else serve(message)  # type: ignore[method-assign]
+
+
+def test_a_server_without_devices(connection: Connection, server: StandIn) -> None:
+    """Nobody chose a device that is not there: the server has none."""
+    devices_of(server, 0)
+    for use in (
+        connection.alignment,
+        connection.device_memory,
+        lambda: connection.allocate(1),
+        lambda: connection.push({"w": np.ones(1)}),
+    ):
+        with pytest.raises(AllocationError, match="has no device") as caught:
+            use()
+        assert caught.value.hint
+    assert connection.devices() == []
+    assert set(server.commands) == {15}
+    assert not connection.closed
+
+
+@pytest.mark.parametrize("count", [4097, 2**32 - 1])
+def test_more_devices_than_can_be(connection: Connection, server: StandIn, count: int) -> None:
+    """Each would be asked about; a server must not keep us busy for ever."""
+    devices_of(server, count)
+    with pytest.raises(ProtocolError, match=f"{count} devices"):
+        connection.devices()
+    assert connection.closed
+    assert server.commands == [15]
 
 
 @pytest.mark.parametrize("protocol", [(2, 0, 0), (7, 0, 0)])

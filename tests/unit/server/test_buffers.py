@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from weightwire.server import buffers as module
+from weightwire.server import capacity as capacity_module
+from weightwire.server import served as served_module
 from weightwire.server.buffers import Buffer, BufferTable, Located
-from weightwire.server.capacity import Capacity
+from weightwire.server.capacity import Capacity, Tally
 from weightwire.server.destinations import Destination, HostMemory
 from weightwire.server.errors import BadRequest
 from weightwire.server.populate import Populator
@@ -20,6 +23,17 @@ from weightwire.server.served import Registry, ServedTensor
 from weightwire.wire import weight_tensor
 
 TOTAL = 1 << 20
+
+
+class Forgetful(Destination):
+    """Does not call the __init__ of its base."""
+
+    def __init__(self) -> None:
+        pass
+
+    def write(self, offset: int, view: memoryview) -> None: ...
+
+    def read(self, offset: int, view: memoryview) -> None: ...
 
 
 class Setup:
@@ -162,7 +176,7 @@ def test_a_failing_close_is_logged_and_frees_all_the_same(setup: Setup, caplog: 
 
 
 def test_a_client_cannot_hold_buffers_without_end(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_BUFFERS", 3)
+    monkeypatch.setattr(module, "MAX_CLIENT_BUFFERS", 3)
     handles = [setup.buffer(1).handle for _ in range(3)]
     assert setup.table.allocate(1, 0) is None
     setup.table.free(handles[0])
@@ -275,10 +289,8 @@ def test_clearing_ends_the_tensors_in_a_buffer(keeping: Setup) -> None:
     assert not keeping.names
 
 
-def test_more_tensors_than_are_remembered(
-    setup: Setup, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(module, "MAX_TENSORS", 3)
+def test_more_tensors_than_are_remembered(setup: Setup, caplog: pytest.LogCaptureFixture) -> None:
+    setup.registry.remembered = Tally(3)
     buffer = setup.buffer()
     for index in range(5):
         setup.push(buffer, str(index), index * 10, 10)
@@ -288,6 +300,92 @@ def test_more_tensors_than_are_remembered(
     assert setup.names == ["over all"]
     setup.push(buffer, "more", 50, 10)
     assert setup.names == ["more", "over all"]
+
+
+def test_more_tensors_than_are_listed_whoever_pushed_them(
+    keeping: Setup, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(served_module, "MAX_TENSORS", 3)
+    for client in range(3):
+        table = keeping.another_client()
+        buffer = table.allocate(0, 0)  # tensors without a byte cost no memory of anybody's
+        assert buffer is not None
+        for index in range(2):
+            tensor = weight_tensor(f"{client}.{index}", 24, (0,), 0, buffer=buffer.handle, data=0)
+            located = table.locate(tensor)
+            buffer.wrote(buffer.begin(located), located, 0, 0)
+        table.free_all()
+    assert keeping.names == ["0.0", "0.1", "1.0"]
+    assert len(keeping.told) == 6
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 2  # one per client
+    assert keeping.registry.forget("0.0")
+    keeping.push(keeping.buffer(), "again", 0, 10)
+    assert keeping.names == ["0.1", "1.0", "again"]
+    assert keeping.registry.remembered.free == keeping.registry.remembered.total - 1
+
+
+def test_nameless_tensors_keep_no_memory_when_their_client_leaves(keeping: Setup) -> None:
+    buffer = keeping.buffer()
+    keeping.push(buffer, "", 0, 10)
+    keeping.push(buffer, "", 0, 10)
+    assert keeping.told == [""]
+    del buffer
+    keeping.table.free_all()
+    gc.collect()
+    assert keeping.capacity.free == TOTAL
+
+
+@pytest.mark.parametrize(
+    ("unusable", "said"),
+    [
+        (lambda nbytes, device: None, "of type NoneType, which is not derived"),
+        (lambda nbytes, device: bytearray(nbytes), "of type bytearray, which is not derived"),
+        (lambda nbytes, device: Forgetful(), "Forgetful has no nbytes; its __init__ must call"),
+    ],
+)
+def test_a_factory_that_gives_no_destination(
+    setup: Setup, caplog: pytest.LogCaptureFixture, unusable: Callable[[int, int], Any], said: str
+) -> None:
+    table = setup.another_client(unusable)
+    for _ in range(3):
+        assert table.allocate(100, 0) is None
+    assert setup.capacity.free == TOTAL
+    assert [record.levelname for record in caplog.records] == ["ERROR"] * 3
+    assert said in caplog.text
+
+
+def test_whatever_a_factory_raises_the_capacity_comes_back(setup: Setup) -> None:
+    def leave(nbytes: int, device: int) -> Destination:
+        raise SystemExit(3)
+
+    table = setup.another_client(leave)
+    with pytest.raises(SystemExit):
+        table.allocate(100, 0)
+    assert setup.capacity.free == TOTAL
+    assert len(table) == 0
+
+
+def test_a_populator_without_a_thread_is_a_refusal(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_thread(region: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(setup.populator, "add", no_thread)
+    assert setup.table.allocate(100, 0) is None
+    gc.collect()
+    assert setup.capacity.free == TOTAL
+
+
+def test_buffers_of_all_clients_together_are_bounded(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capacity_module, "MAX_BUFFERS", 4)
+    setup.capacity = Capacity(TOTAL)
+    tables = [setup.another_client(), setup.another_client()]
+    made = [table.allocate(nbytes, 0) for table in tables for nbytes in (0, 1)]
+    assert all(made)
+    assert tables[0].allocate(1, 0) is None
+    assert tables[1].allocate(0, 0) is None
+    assert made[0] is not None
+    tables[0].free(made[0].handle)
+    assert tables[1].allocate(0, 0) is not None
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 12), st.sampled_from("abc")), max_size=25))

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import threading
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightwire.server.capacity import BASE_ALIGNMENT, AddressSpace, Capacity
+from weightwire.server import capacity as module
+from weightwire.server.capacity import BASE_ALIGNMENT, PAGE, AddressSpace, Capacity, Tally
 
 
 def test_take_and_give_back() -> None:
-    capacity = Capacity(100)
+    capacity = Tally(100)
     assert capacity.take(60)
     assert not capacity.take(41)
     assert capacity.free == 40
@@ -21,8 +23,52 @@ def test_take_and_give_back() -> None:
     assert not capacity.take((1 << 64) - 1)
 
 
+def test_buffers_cost_whole_pages() -> None:
+    capacity = Capacity(3 * PAGE)
+    assert capacity.take(1)
+    assert capacity.free == 2 * PAGE
+    assert not capacity.take(2 * PAGE + 1)
+    assert capacity.take(PAGE + 1)
+    assert capacity.free == 0
+    assert not capacity.take(1)
+    assert capacity.take(0)
+    capacity.give_back(1)
+    assert capacity.free == PAGE
+
+
+def test_what_is_free_can_be_had_in_one_piece() -> None:
+    capacity = Capacity(10_000)
+    assert capacity.take(capacity.free)
+    assert capacity.free == 0
+    assert not capacity.take(1)
+    assert capacity.take(0)
+    capacity.give_back(10_000)
+    assert capacity.free == 10_000
+
+
+def test_buffers_are_bounded_in_number_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_BUFFERS", 3)
+    capacity = Capacity(1 << 30)
+    for nbytes in (1, 0, PAGE):
+        assert not capacity.crowded
+        assert capacity.take(nbytes)
+    assert capacity.crowded
+    assert not capacity.take(0)
+    assert capacity.free == (1 << 30) - 2 * PAGE
+    capacity.give_back(0)
+    assert capacity.take(1)
+
+
+def test_a_refusal_for_want_of_bytes_costs_no_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_BUFFERS", 1)
+    capacity = Capacity(PAGE)
+    for _ in range(3):
+        assert not capacity.take(PAGE + 1)
+    assert capacity.take(PAGE)
+
+
 def test_many_threads_never_take_more_than_there_is() -> None:
-    capacity = Capacity(1000)
+    capacity = Tally(1000)
     over: list[int] = []
 
     def work() -> None:

@@ -200,6 +200,37 @@ class TestRegistry:
         assert not registry.tensors
         registry.remove(nameless)
 
+    @pytest.mark.parametrize("name", ["blk.0." + "long" * 20, "ü" * 40, "x" * 62 + "é"])
+    def test_a_long_name_is_found_as_its_client_calls_it(self, name: str) -> None:
+        registry = Registry(keep=False, on_tensor=None)
+        one = served(name)
+        assert len(one.name.encode()) <= 63
+        registry.add(one)
+        assert registry.tensors[name] is registry.tensors[one.name] is one
+        assert name in registry.tensors
+        assert name + "x" not in registry.tensors
+        assert list(registry.tensors) == [one.name]
+        assert registry.forget(name)
+        assert not registry.tensors
+
+    def test_a_name_that_grows_in_decoding_is_found(self) -> None:
+        registry = Registry(keep=False, on_tensor=None)
+        tensor = RpcTensor(id=1, type=24, buffer=1, ne=(64, 1, 1, 1), nb=(1, 64, 64, 64), name=b"\xff" * 60)
+        one = ServedTensor(tensor, block_of(HostMemory(64)), 0, 64)
+        registry.add(one)
+        assert len(one.name.encode()) > 63
+        assert registry.tensors[one.name] is one
+
+    def test_a_great_many_of_one_name_are_taken_out_quickly(self) -> None:
+        registry = Registry(keep=False, on_tensor=None)
+        block = block_of(HostMemory(64))
+        many = [served("x", block) for _ in range(50_000)]
+        for one in many:
+            registry.add(one)
+        for one in reversed(many):  # quadratic, this took minutes
+            registry.remove(one)
+        assert not registry.tensors
+
     def test_a_failing_callback_is_logged(self, caplog: pytest.LogCaptureFixture) -> None:
         def fail(tensor: ServedTensor) -> None:
             raise RuntimeError("no thanks")

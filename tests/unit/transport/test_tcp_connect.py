@@ -66,8 +66,18 @@ def test_connects_and_talks(host: str) -> None:
             sock.close()
 
 
-def test_listening_everywhere_uses_one_port() -> None:
-    listeners = listen_tcp("", 0)
+def two_addresses(host: str, port: int, flags: int = 0) -> list[Any]:
+    """What a name that has both kinds of address gives."""
+    return [
+        (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port)),
+        (socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("::1", port, 0, 0)),
+    ]
+
+
+def test_all_addresses_of_a_name_get_one_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(tcp, "_addresses", two_addresses)
+        listeners = listen_tcp("both", 0)
     try:
         assert len({sock.getsockname()[1] for sock in listeners}) == 1
         assert {sock.family for sock in listeners} == {socket.AF_INET, socket.AF_INET6}
@@ -115,7 +125,8 @@ def test_a_free_port_that_the_second_address_has_not_is_tried_again(monkeypatch:
         return listen_one(family, kind, protocol, where, v6only=v6only)
 
     monkeypatch.setattr(tcp, "_listen_one", fail_once)
-    listeners = listen_tcp("", 0)
+    monkeypatch.setattr(tcp, "_addresses", two_addresses)
+    listeners = listen_tcp("both", 0)
     for sock in listeners:
         sock.close()
     assert len(listeners) == 2
@@ -126,6 +137,18 @@ def test_a_free_port_that_the_second_address_has_not_is_tried_again(monkeypatch:
 def test_a_listening_port_out_of_range(port: int) -> None:
     with pytest.raises(ConfigError, match=str(port)):
         listen_tcp("127.0.0.1", port)
+
+
+@pytest.mark.parametrize("host", ["", " ", "127.0.0.1:80", "[::1]:80", "[::1", "a b", "::x", "*"])
+def test_a_host_that_is_none_never_means_everywhere(host: str) -> None:
+    with pytest.raises(ConfigError, match="host to listen on"):
+        listen_tcp(host, 0)
+
+
+def test_an_address_in_brackets() -> None:
+    (sock,) = listen_tcp("[::1]", 0)
+    assert sock.getsockname()[0] == "::1"
+    sock.close()
 
 
 def test_an_address_that_is_not_ours() -> None:

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from weightwire.errors import ConfigError, VersionError
 from weightwire.wire.commands import COMPUTE_COMMANDS, Command
-from weightwire.wire.dialect import DIALECTS, dialect_for
+from weightwire.wire.dialect import DIALECTS, described_version, dialect_for
 
 VERSIONS = ["1.0", "2.0", "3.0", "3.5", "3.6", "4.0", "5.0", "5.1", "6.0", "7.0", "8.0"]
 
@@ -269,3 +269,39 @@ def test_lookup_gives_the_newest_one_not_newer(asked: list[int]) -> None:
     else:
         with pytest.raises(VersionError):
             dialect_for(asked)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize(("suffix", "patch"), [("", 0), (".0", 0), (".7", 7), (".255", 255)])
+def test_a_version_a_user_may_name(version: str, suffix: str, patch: int) -> None:
+    assert described_version(version + suffix) == (DIALECTS[tuple(map(int, version.split(".")))], patch)  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("version", "why"),
+    [
+        ("7.1", "not known"),
+        ("7.999", "not known"),
+        ("8.9", "not known"),
+        ("3.1.0", "not known"),
+        ("0.5", "not known"),
+        ("9.0.0", "not known"),
+        ("8.0.256", "at most 255"),
+        ("8.0.300", "at most 255"),
+        ("7", "not a version"),
+        ("seven", "not a version"),
+        ("", "not a version"),
+        ("7.0.0.0", "not a version"),
+        (" 7.0", "not a version"),
+        ("٧.0", "not a version"),
+        (7, "not a version"),
+        (7.0, "not a version"),
+        (None, "not a version"),
+        ((7, 0), "not a version"),
+        (b"7.0", "not a version"),
+    ],
+)
+def test_versions_a_user_may_not_name(version: object, why: str) -> None:
+    with pytest.raises(ConfigError, match=why) as caught:
+        described_version(version)
+    assert not isinstance(caught.value, VersionError)

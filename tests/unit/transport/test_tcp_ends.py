@@ -1,0 +1,125 @@
+"""How a stream ends: closed by another thread, shut down, dropped, or by the peer while nobody looks."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import threading
+
+import pytest
+from support.leaks import eventually
+
+from weightwire.errors import PeerClosed, TransportError
+from weightwire.transport.tcp import TcpStream
+
+MiB = 1 << 20
+DATA = bytes(range(256)) * (12 * 1024)
+
+
+@pytest.mark.parametrize("end", ["shutdown", "close"])
+@pytest.mark.parametrize("size", [10, MiB])
+def test_a_blocked_reader_is_woken(pair, background, no_fd_leak, end: str, size: int) -> None:
+    _, b = pair
+    reader = background(lambda: b.recv(size, timeout=None))
+    waiter = threading.Event()
+    waiter.wait(0.05)
+    getattr(b, end)()
+    with pytest.raises(PeerClosed, match="on this side"):
+        reader.result()
+
+
+def test_an_idle_session_ends_quietly(pair, background) -> None:
+    _, b = pair
+    reader = background(lambda: b.recv_or_eof(9, timeout=None))
+    threading.Event().wait(0.05)
+    b.shutdown()
+    assert reader.result() is None
+
+
+@pytest.mark.parametrize("end", ["shutdown", "close"])
+def test_a_blocked_writer_is_woken(narrow, background, end: str) -> None:
+    a, _ = narrow
+    a.timeout = None
+    sender = background(a.send, DATA)
+    threading.Event().wait(0.05)
+    getattr(a, end)()
+    with pytest.raises(PeerClosed, match="on this side"):
+        sender.result()
+
+
+def test_the_descriptor_outlives_a_call_in_flight(pair, background) -> None:
+    a, b = pair
+    number = b.fileno()
+    entered = threading.Event()
+    reader = background(lambda: (entered.set(), b.recv(MiB, timeout=None)))
+    entered.wait()
+    threading.Event().wait(0.05)
+    b.close()
+    assert b.fileno() == -1
+    with pytest.raises(PeerClosed):
+        reader.result()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(number)
+    assert a.recv_or_eof(1) is None
+
+
+def test_closing_twice_and_using_a_closed_stream(pair) -> None:
+    a, _ = pair
+    a.close()
+    a.close()
+    a.shutdown()
+    assert a.closed
+    for call in (lambda: a.send(b"x"), lambda: a.recv(1), lambda: a.recv_into(bytearray(1))):
+        with pytest.raises(TransportError, match="closed"):
+            call()
+
+
+def test_a_dropped_stream_gives_its_descriptor_back(no_fd_leak) -> None:
+    for _ in range(20):
+        one, other = socket.socketpair()
+        TcpStream(one)
+        with TcpStream(other):
+            pass
+
+
+# Looking after the peer
+
+
+@pytest.mark.parametrize("unread", [b"", b"an answer"])
+def test_a_peer_that_closes_is_gone_though_its_bytes_are_still_there(pair, unread: bytes) -> None:
+    a, b = pair
+    assert not a.peer_gone()
+    if unread:
+        b.send(unread)
+        assert not a.peer_gone()
+    b.close()
+    assert eventually(a.peer_gone)
+    assert a.recv(len(unread)) == unread
+    assert a.recv_or_eof(1) is None
+
+
+def test_a_peer_that_resets_is_gone(pair) -> None:
+    a, b = pair
+    with socket.socket(fileno=os.dup(b.fileno())) as twin:
+        twin.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    b.close()
+    assert eventually(a.peer_gone)
+    with pytest.raises(PeerClosed, match="reset"):
+        a.recv(1)
+
+
+@pytest.mark.parametrize("end", ["shutdown", "close"])
+def test_a_stream_ended_on_this_side_has_no_peer(pair, end: str) -> None:
+    a, _ = pair
+    getattr(a, end)()
+    assert a.peer_gone()
+
+
+def test_looking_takes_nothing_and_does_not_wait(pair, background) -> None:
+    a, b = pair
+    reader = background(lambda: a.recv(3, timeout=None))
+    for _ in range(100):
+        assert not a.peer_gone()
+    b.send(b"abc")
+    assert reader.result() == b"abc"
