@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +19,15 @@ from prepare.run import why_no_model
 from support.leaks import LeakCheck
 from support.require import do_without
 from support.stock import StockClient, StockServer
+
+
+def pytest_configure() -> None:
+    """Undo signals that are ignored because the run is in the background or under nohup: processes that the tests start
+    would inherit it.
+    """
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 
 def pytest_collection_finish() -> None:
