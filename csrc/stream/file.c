@@ -191,7 +191,8 @@ static struct ww_status send_file(int fd, struct ww_file_part *part, struct ww_f
             if (status.code != WW_DONE) {
                 return status;
             }
-        } else if (way == WW_BY_SENDFILE && (errno == EINVAL || errno == ENOSYS)) {
+        } else if (way == WW_BY_SENDFILE && (errno == EINVAL || errno == ENOSYS || errno == EOVERFLOW)) {
+            /* the last: offsets beyond 2 GiB of a file that is no ordinary one, such as /proc/self/mem */
             part->must_copy = 1;
         } else {
             return ww_socket_failure(errno, operation);

@@ -13,7 +13,9 @@
 
 #include "status.h"
 
+#ifndef WW_SYSCALL_MAX
 #define WW_SYSCALL_MAX ((size_t)1 << 30)
+#endif
 #define WW_SLICE_NS INT64_C(200000000)
 
 /* One message on its way. */

@@ -22,6 +22,9 @@ def fnv1a64(data: Buffer, start: int = FNV_OFFSET) -> int:
 
     ``start`` continues an earlier hash: ``fnv1a64(b, fnv1a64(a)) == fnv1a64(a + b)``. Raises ``TypeError`` for what is
     no buffer, ``ValueError`` for one that is not contiguous, ``OverflowError`` for a start outside 64 bits.
+
+    The bytes are read where they are: if ``data`` maps a file that is cut short, this ends the process as any access
+    would (SIGBUS, mmap(2)). `hash_payload` of a FileRange reads by position and raises.
     """
     return _fnv1a.fnv1a64(data, start)
 

@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from support.require import do_without
 
 ROOT = Path(__file__).resolve().parents[2]
 CC = os.environ.get("CC", "cc")
@@ -23,12 +24,12 @@ def compile_c(sources: list[Path], program: Path, *options: str) -> subprocess.C
 @pytest.fixture(scope="module")
 def sanitizers(tmp_path_factory: pytest.TempPathFactory) -> None:
     if shutil.which(CC) is None:
-        pytest.skip(f"no C compiler: {CC} is not on the path")
+        do_without("a C compiler", f"{CC} is not on the path")
     folder = tmp_path_factory.mktemp("probe")
     (folder / "probe.c").write_text("int main(void) { return 0; }\n")
     built = compile_c([folder / "probe.c"], folder / "probe", *SANITIZE)
     if built.returncode:
-        pytest.skip(f"{CC} has no address and undefined-behaviour sanitizers: {built.stderr.splitlines()[-1]}")
+        do_without("the address and undefined-behaviour sanitizers", f"{CC}: {built.stderr.splitlines()[-1]}")
 
 
 @pytest.mark.usefixtures("sanitizers")
@@ -42,6 +43,16 @@ def test_the_core_under_sanitizers(tmp_path: Path, level: str) -> None:
     assert run.returncode == 0, run.stderr
     assert run.stdout.split() == ["hashing", "memory", "stream", "ends", "signals"]
     assert run.stderr == ""
+
+
+@pytest.mark.usefixtures("sanitizers")
+def test_no_call_asks_for_more_than_the_limit(tmp_path: Path) -> None:
+    sources = [*sorted((ROOT / "csrc").rglob("*.c")), Path(__file__).with_name("limits.c")]
+    wrap = "-Wl,--wrap=sendmsg,--wrap=recv"
+    built = compile_c(sources, tmp_path / "limits", "-O1", *SANITIZE, "-DWW_SYSCALL_MAX=((size_t)4096)", wrap)
+    assert built.returncode == 0, built.stderr
+    run = subprocess.run([str(tmp_path / "limits")], capture_output=True, text=True, timeout=110, check=False)
+    assert (run.returncode, run.stdout, run.stderr) == (0, "split\n", "")
 
 
 def test_the_core_knows_no_python() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 from prepare.base import CannotPrepare, make_venv, pip, run
 from prepare.environment import built_wheel, venv_folder
 from support.require import do_without
+from support.tree import tree_files
 
 TREE = Path(__file__).resolve().parent.parent.parent
 
@@ -25,9 +25,7 @@ def tree() -> Path:
 @pytest.fixture(scope="session")
 def files(tree: Path) -> list[Path]:
     """Every file of the tree that is, or is about to be, under version control; relative to its top."""
-    command = ["git", "-c", f"safe.directory={tree}", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    done = subprocess.run(command, cwd=tree, capture_output=True, check=True)
-    return [Path(name) for name in os.fsdecode(done.stdout).split("\0") if name and (tree / name).is_file()]
+    return tree_files(tree)
 
 
 @pytest.fixture(scope="session")

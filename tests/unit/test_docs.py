@@ -119,9 +119,13 @@ def test_the_documents_show_every_verb() -> None:
     assert shown == set(root.commands)
 
 
-def test_the_readme_has_the_two_commands_in_one_block() -> None:
-    first = next(block for block in blocks(TREE / "README.md"))
-    assert first.text == "pip install . && weightwire demo\n./test\n"
+def test_the_readme_has_the_two_commands_in_one_block_after_what_they_need() -> None:
+    prepare, commands, *_ = blocks(TREE / "README.md")
+    assert commands.text == "pip install . && weightwire demo\n./test\n"
+    # What a bare Debian needs before them.
+    assert re.search(r"^apt-get install .*python3-venv python3-dev gcc", prepare.text, re.MULTILINE)
+    assert "python3 -m venv" in prepare.text
+    assert "/bin/activate" in prepare.text
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=identifier)

@@ -11,6 +11,7 @@ from weightwire._native._core cimport (
     take_buffer, ww_fnv1a64, ww_fnv1a_job, ww_fnv1a_many, ww_fnv1a_many_run, ww_fnv1a_many_start, ww_status,
 )
 
+import errno
 import os
 
 from weightwire.errors import ModelError
@@ -35,6 +36,7 @@ cdef object raise_failure(ww_status status, ww_fnv1a_many *many, object source):
         )
     raise ModelError(
         f"{(<bytes>status.operation).decode()}: {os.strerror(status.error)}", path=path, offset=many.failed_at,
+        hint="the disk cannot read it, or it is mapped and its file was cut short" if status.error == errno.EIO else "",
     )
 
 

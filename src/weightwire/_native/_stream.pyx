@@ -397,4 +397,5 @@ cdef object shortened(object source, uint64_t end):
 cdef object unreadable(object source, ww_status status, uint64_t offset):
     raise ModelError(
         f"{(<bytes>status.operation).decode()}: {os.strerror(status.error)}", path=source.path, offset=offset,
+        hint="the disk cannot read it, or it is mapped and its file was cut short" if status.error == errno.EIO else "",
     )

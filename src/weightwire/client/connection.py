@@ -14,7 +14,7 @@ from weightwire.client.device import DeviceMemory
 from weightwire.client.push import ModelSource, ProgressCallback, push
 from weightwire.client.remote import RemoteBuffer
 from weightwire.client.result import PushResult
-from weightwire.transport.address import format_endpoint
+from weightwire.transport.address import format_sockaddr
 from weightwire.transport.negotiate import open_connection
 
 if TYPE_CHECKING:
@@ -28,7 +28,9 @@ __all__ = ["Connection", "connect"]
 def connect(endpoint: str, *, timeout: float = 30.0, protocol: str | None = None) -> Connection:
     """Connect to a ggml RPC server at ``endpoint`` (``"host:port"``, ``"[::1]:50052"``; port 50052 if none is given).
 
-    ``timeout`` (seconds) bounds connecting and HELLO together, and later each wait without progress. ``protocol``,
+    ``timeout`` (seconds) bounds connecting and HELLO together, and later each wait without progress. A server that
+    hashes a cached tensor, or writes one to its cache's disk, is silent for as long as that takes: at 0.7 GiB/s the
+    default is enough for a tensor of 21 GiB; larger ones and slow disks need a longer one. ``protocol``,
     such as ``"7.0.0"``, says which version the server speaks, whatever it announces; without it HELLO finds out.
 
     Raises ConfigError for a bad argument, VersionError for a server older than 1.0 or of a major nobody described
@@ -214,8 +216,7 @@ def _addresses(stream: ByteStream) -> dict[str, str]:
     try:
         with socket.socket(fileno=os.dup(stream.fileno())) as twin:
             for key, name in (("local", twin.getsockname()), ("peer", twin.getpeername())):
-                if isinstance(name, tuple):
-                    found[key] = format_endpoint(name[0], name[1])
+                found[key] = format_sockaddr(name)
     except OSError:
         pass
     return found

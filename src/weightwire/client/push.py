@@ -228,6 +228,7 @@ class _Sender:
         channel = self._channel
         count = len(self._batch_parts) // 2
         if count:
+            self._hear_out()
             previous = self._recorder.switch(Stage.SEND)
             try:
                 channel.send(*self._batch_parts, messages=count)
@@ -263,6 +264,7 @@ class _Sender:
 
     def _send_large(self, index: int, tensor: RemoteTensor) -> None:
         channel = self._channel
+        self._hear_out()
         payload = self._payloads[index]
         head = self._head(tensor, 1 if index in self._cached else 0)
         position = 0
@@ -322,7 +324,7 @@ class _Sender:
         if not hit:
             self._sent_hashes.add(value)
             self._recorder.misses += 1
-        # The questions go out before this tensor's bytes, so that their answers are there when those are through.
+        # The questions go out before this tensor is dealt with, so that a server with a warm cache never waits for us.
         if self._ahead is not None and self._asked_ahead < GROUP and self._ahead.ready():
             self._ask_group()
         self._recorder.switch(previous)
@@ -340,6 +342,19 @@ class _Sender:
             self._ask(index, value)
             self._asked_ahead += 1
         self._channel.settle(MAX_OUTSTANDING)
+
+    def _hear_out(self) -> None:
+        """Wait for the answers to questions already asked, before bytes follow them.
+
+        The server reads and hashes each entry it has, and takes no bytes meanwhile. Seen from a send, several entries
+        in a row are one long stall; each answer is a sign of life.
+        """
+        if len(self._answers) == self._asked:
+            return
+        previous = self._recorder.switch(Stage.ASK)
+        while len(self._answers) < self._asked:
+            self._channel.read_answer()
+        self._recorder.switch(previous)
 
     def _watch(self) -> None:
         tensor = self._placed[self._large[self._asked]].name

@@ -183,9 +183,10 @@ class ModelTensor:
     nbytes: int
     payload: FileRange | memoryview
     _file: ModelFile | None = field(default=None, repr=False, compare=False)
+    _memory: memoryview | None = field(default=None, repr=False, compare=False)
 
     def view(self) -> memoryview:
-        """The tensor's bytes, read-only (format ``"B"``), without a copy; a file's are mapped.
+        """The tensor's bytes, read-only (format ``"B"``), without a copy; a file's are mapped, an array's where it is.
 
         The view may outlive the Model. If the file is cut short while it is mapped, touching what is gone ends the
         process (SIGBUS, mmap(2)); ``payload`` is the way to read a file that something may be writing. Raises
@@ -193,6 +194,8 @@ class ModelTensor:
         """
         if isinstance(self.payload, memoryview):
             return self.payload
+        if self._memory is not None:
+            return self._memory
         if self._file is None:
             raise ModelError("this tensor's file is not known", path=self.payload.path)
         return self._file.view(self.payload.offset, self.payload.nbytes)

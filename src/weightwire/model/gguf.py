@@ -50,12 +50,16 @@ _FOREIGN: Final = (
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """What one GGUF file says: its version, scalar metadata, tensors in header order, and where their data starts."""
+    """What one GGUF file says: its version, scalar metadata, tensors in header order, and where their data starts.
+
+    ``key_offsets`` has the byte at which the entry of every metadata key begins, of those too whose value is not kept.
+    """
 
     version: int
     metadata: dict[str, object]
     tensors: dict[str, ModelTensor]
     data_offset: int
+    key_offsets: dict[str, int]
 
 
 class _Info(NamedTuple):
@@ -74,10 +78,10 @@ def read_gguf(file: ModelFile) -> GgufHeader:
     version = _read_version(cursor)
     n_tensors = _read_count(cursor, "the number of tensors", 24)
     n_entries = _read_count(cursor, "the number of metadata entries", 13)
-    metadata, alignment = _read_metadata(cursor, n_entries)
+    metadata, key_offsets, alignment = _read_metadata(cursor, n_entries)
     infos = _read_infos(cursor, n_tensors, alignment)
     data_offset = -(-cursor.offset // alignment) * alignment
-    return GgufHeader(version, metadata, _place(file, infos, data_offset), data_offset)
+    return GgufHeader(version, metadata, _place(file, infos, data_offset), data_offset, key_offsets)
 
 
 def _read_version(cursor: HeaderCursor) -> int:
@@ -131,18 +135,18 @@ def _read_name(cursor: HeaderCursor, what: str) -> str:
     return name
 
 
-def _read_metadata(cursor: HeaderCursor, count: int) -> tuple[dict[str, object], int]:
-    """All keys, with the values of scalars and strings (1 MiB each and 16 MiB in all at most), and the alignment."""
+def _read_metadata(cursor: HeaderCursor, count: int) -> tuple[dict[str, object], dict[str, int], int]:
+    """Scalars and strings (1 MiB each and 16 MiB in all at most) by key, where every key's entry is, the alignment."""
     metadata: dict[str, object] = {}
-    seen: set[str] = set()
+    places: dict[str, int] = {}
     alignment = DEFAULT_ALIGNMENT
     strings, room = _MAX_STRINGS, _MAX_KEPT
     for _ in range(count):
         at = cursor.offset
         key = _read_name(cursor, "a metadata key")
-        if key in seen:
+        if key in places:
             raise cursor.error(f"metadata key {key!r} occurs twice", offset=at)
-        seen.add(key)
+        places[key] = at
         what = f"metadata {key!r}"
         kind_at = cursor.offset
         kind = cursor.u32(what)
@@ -160,7 +164,7 @@ def _read_metadata(cursor: HeaderCursor, count: int) -> tuple[dict[str, object],
             metadata[key] = _read_scalar(cursor, kind, kind_at, what)
         if key == "general.alignment":
             alignment = _checked_alignment(cursor, kind, metadata.get(key), value_at)
-    return metadata, alignment
+    return metadata, places, alignment
 
 
 def _read_scalar(cursor: HeaderCursor, kind: int, at: int, what: str) -> int | float | bool:

@@ -218,6 +218,7 @@ def _open(path: str, paths: list[str], index: tuple[str, Mapping[str, str]] | No
                 f"{len(missing)} of {len(paths)} files that the index lists are missing, the first of them "
                 f"{os.path.basename(missing[0])}",
                 path=missing[0],
+                offset=0,
                 hint="all files of a model must lie in the index's folder",
             )
     files = open_files(paths)
@@ -247,6 +248,7 @@ def _listed(
         raise ModelError(
             f"{os.path.basename(index[0])} says that tensor {min(absent)!r} is in this file, and it is not",
             path=file.path,
+            offset=0,
             hint="shards of different models are mixed; fetch all of them again from one place",
         )
     if len(listed) < len(tensors):

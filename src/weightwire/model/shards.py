@@ -53,6 +53,7 @@ def shard_paths(path: str) -> list[str]:
         raise ModelError(
             f"{len(missing)} of {shard.total} shards missing, the first of them {os.path.basename(missing[0])}",
             path=missing[0],
+            offset=0,
             hint="all shards of a model must lie in one folder",
         )
     return paths
@@ -115,6 +116,7 @@ def _check_whole(file: ModelFile, header: GgufHeader) -> None:
         raise ModelError(
             f"this is one of {count} shards (split.count), but the file's name does not say which",
             path=file.path,
+            offset=header.key_offsets["split.count"],
             hint="name the shards as gguf-split does: NAME-00001-of-0000N.gguf, all in one folder",
         )
 
@@ -128,11 +130,13 @@ def _check_shards(files: Sequence[ModelFile], headers: Sequence[GgufHeader]) -> 
         for key, expected in (("split.count", len(files)), ("split.no", index), ("split.tensors.count", total)):
             actual = header.metadata.get(key)
             if actual is None and key != "split.tensors.count":
-                raise ModelError(f"foreign shard: it has no {key}", path=file.path, hint=hint)
+                place = header.key_offsets.get(key, 0)
+                raise ModelError(f"foreign shard: it has no {key}", path=file.path, offset=place, hint=hint)
             if actual is not None and actual != expected:
-                raise ModelError(f"foreign shard: {key} is {actual}, where {expected} fits", path=file.path, hint=hint)
+                detail = f"foreign shard: {key} is {actual}, where {expected} fits"
+                raise ModelError(detail, path=file.path, offset=header.key_offsets[key], hint=hint)
         for key in _IDENTITY:
             value = header.metadata.get(key)
             if value is not None and identity.setdefault(key, value) != value:
                 detail = f"foreign shard: {key} is {value!r}, and the first shard's is {identity[key]!r}"
-                raise ModelError(detail, path=file.path, hint=hint)
+                raise ModelError(detail, path=file.path, offset=header.key_offsets[key], hint=hint)

@@ -207,8 +207,8 @@ class Commands:
         source, target = src.buffer.memory, dst.buffer.memory
         size = _COPY_PIECE if source.direct is not None else STAGING_BYTES
         offsets = range(0, src.nbytes, size)
-        # In pieces, so that other threads get a turn; from the far end where a tensor moves up within its own memory.
-        backwards = source is target and src.start < dst.start
+        # In pieces, so that other threads get a turn; from the far end where a tensor moves up onto itself.
+        backwards = source is target and src.start < dst.start < src.start + src.nbytes
         for done in reversed(offsets) if backwards else offsets:
             nbytes = min(size, src.nbytes - done)
             if source.direct is not None:

@@ -23,7 +23,7 @@ from weightwire.server.populate import Populator
 from weightwire.server.served import Registry, ServedTensor
 from weightwire.server.session import Services, Session
 from weightwire.server.waiting import WaitingRoom
-from weightwire.transport.address import format_endpoint
+from weightwire.transport.address import format_sockaddr
 from weightwire.transport.memory import available_memory
 from weightwire.transport.tcp import TcpStream, listen_tcp
 from weightwire.wire import CACHE_BIT, Greeting, described_version
@@ -82,7 +82,7 @@ class Server:
                 raise ConfigError(f"{name}={hook!r} cannot be called")
         self._dialect, patch = described_version(protocol)
         self._cache_at = arguments.cache_place(cache)
-        cached = CACHE_BIT if cache is not None and self._dialect.version >= (4, 0) else 0
+        cached = CACHE_BIT if cache is not None and self._dialect.hello_flags else 0
         self._greeting = Greeting(*self._dialect.version, patch, cached)
         self._destination = destination if destination is not None else HostMemory
         self._memory = memory
@@ -161,7 +161,7 @@ class Server:
             self._acceptor, self._wake, self._unlisten = acceptor, wake[1], undo.pop_all()
         names = [listener.getsockname() for listener in listeners]
         self._port = names[0][1]
-        self._endpoints = tuple(format_endpoint(name[0], name[1]) for name in names)
+        self._endpoints = tuple(map(format_sockaddr, names))
 
     def close(self) -> None:
         """Stop accepting, end every client, and free everything. Idempotent, and whoever calls it while another thread

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ipaddress
 import re
+import socket
 
 from weightwire.errors import ConfigError
 
-__all__ = ["DEFAULT_PORT", "format_endpoint", "parse_endpoint"]
+__all__ = ["DEFAULT_PORT", "format_endpoint", "format_sockaddr", "parse_endpoint"]
 
 DEFAULT_PORT = 50052
 
@@ -47,6 +48,24 @@ def parse_endpoint(text: str, default_port: int = DEFAULT_PORT) -> tuple[str, in
 def format_endpoint(host: str, port: int) -> str:
     """``host:port``, with brackets where the host is an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def format_sockaddr(address: object) -> str:
+    """The endpoint of a socket's address as the ``socket`` module gives it; empty text for one that is not IP.
+
+    An IPv6 address that means something on one network only (its scope id, ipv6(7), is not 0) gets that network's
+    interface as its zone, so that the text can be connected to.
+    """
+    if not isinstance(address, tuple):
+        return ""
+    host, port = str(address[0]), int(address[1])
+    scope = int(address[3]) if len(address) > 3 else 0
+    if scope and "%" not in host:
+        try:
+            host += f"%{socket.if_indextoname(scope)}"
+        except OSError:
+            host += f"%{scope}"  # the interface has gone; its number is all that is left of it
+    return format_endpoint(host, port)
 
 
 def _is_host(host: str) -> bool:

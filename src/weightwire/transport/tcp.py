@@ -13,7 +13,7 @@ from typing import Final
 from weightwire._native import _stream
 from weightwire.config import parse_host
 from weightwire.errors import ConfigError, TransferTimeout, TransportError
-from weightwire.transport.address import format_endpoint, parse_endpoint
+from weightwire.transport.address import format_endpoint, format_sockaddr, parse_endpoint
 
 __all__ = ["TcpStream", "connect_tcp", "listen_tcp"]
 
@@ -47,7 +47,7 @@ class TcpStream(_stream.Stream):
                 f"the socket is not connected: {error.strerror}", operation="getpeername", errno=error.errno
             ) from error
         if endpoint is None:
-            endpoint = format_endpoint(peer[0], peer[1]) if isinstance(peer, tuple) else "local socket"
+            endpoint = format_sockaddr(peer) or "local socket"
         super().__init__(sock.fileno(), endpoint, timeout)
         sock.detach()
 
@@ -79,8 +79,7 @@ def connect_tcp(endpoint: str, timeout: float | None) -> TcpStream:
         try:
             return TcpStream(_connect_one(address, share), timeout, name)
         except OSError as error:
-            shown = format_endpoint(str(address[4][0]), port)
-            failures.append((shown, error))
+            failures.append((format_sockaddr(address[4]), error))
     tried = "; ".join(f"{shown}: {error.strerror or error}" for shown, error in failures)
     elapsed = time.monotonic() - started
     errors = [error.errno for _, error in failures]
@@ -210,7 +209,7 @@ def _listen_all(addresses: list[Address], port: int) -> list[socket.socket]:
     try:
         for family, kind, protocol, _, address in addresses:
             where = (address[0], port or (listeners[0].getsockname()[1] if listeners else 0), *address[2:])
-            shown = format_endpoint(str(where[0]), int(where[1]))
+            shown = format_sockaddr(where)
             try:
                 # "::" alone takes IPv4 too; beside an IPv4 socket it would be in its way.
                 listeners.append(_listen_one(family, kind, protocol, where, v6only=len(addresses) > 1))

@@ -158,6 +158,7 @@ def _build(major: int, minor: int) -> Dialect:
         text=f"{major}.{minor}",
         hello_request_bytes=24 if with_caps else 0,
         hello_answer_bytes=28 if with_caps else 3,
+        hello_flags=with_caps,
         device_prefix=version >= (3, 0),
         device_count=version >= (3, 0),
         set_tensor_header_bytes=_T + 8 + (1 if cache_flag else 0),

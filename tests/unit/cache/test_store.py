@@ -268,3 +268,28 @@ def test_a_temporary_file_that_was_swept_before_it_was_locked_is_made_anew(
     assert cache.save(HASH, [DATA])
     assert os.listdir(cache.directory) == [entry_name(HASH)]
     assert swept
+
+
+def test_an_entry_is_whole_and_synced_before_it_has_its_name(
+    cache: TensorCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+
+    def record(name: str) -> None:
+        real = getattr(os, name)
+
+        def call(*arguments: object, **options: object) -> object:
+            calls.append(name)
+            assert not cache.path_for(HASH).exists()
+            return real(*arguments, **options)
+
+        monkeypatch.setattr(store.os, name, call)
+
+    for name in ("write", "fchmod", "fsync", "replace"):
+        record(name)
+    with cache.writer() as writer:
+        writer.write(DATA[:100])
+        writer.write(DATA[100:])
+        assert writer.commit(HASH)
+    assert calls == ["write", "write", "fchmod", "fsync", "replace"]
+    assert cache.path_for(HASH).read_bytes() == DATA

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import sys
 import threading
+import time
+from pathlib import Path
 
 import pytest
+from support.scripted import Peer, ScriptedServer, StandIn
 
 from weightwire.cli.progress import LINE_SECONDS, BarDisplay, LineDisplay, Progress, choose_display
 
@@ -125,3 +129,47 @@ def test_no_descriptor_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     with Progress("pushing", 100, choose_display(quiet=False)) as progress:
         progress.report("a", 50, 100)
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.timeout(120)
+def test_a_push_that_stalls_goes_on_writing_lines_where_there_is_no_terminal(spawn, small_gguf: Path) -> None:
+    """Lines are only waited for, so that a slow machine is no failure; none can come early."""
+
+    def where(line: str) -> list[str]:
+        return line.split(",")[:2]
+
+    stalled, on = threading.Event(), threading.Event()
+    serving = StandIn()
+
+    def stall(peer: Peer) -> None:
+        take = peer.head
+
+        def head() -> tuple[int, int]:
+            command, size = take()
+            if command == 6 and not stalled.is_set():  # the first SET_TENSOR: its payload is left lying
+                stalled.set()
+                assert on.wait(60)
+            return command, size
+
+        peer.head = head  # type: ignore[method-assign]
+        serving(peer)
+
+    with ScriptedServer(stall) as scripted:
+        started = time.monotonic()
+        process = spawn("push", str(small_gguf), scripted.endpoint)
+        try:
+            assert stalled.wait(60)
+            lines = [process.stderr.readline(), process.stderr.readline()]
+            # Until it is still at the same place, and yet speaks.
+            while lines[-1] and where(lines[-2]) != where(lines[-1]):
+                lines.append(process.stderr.readline())
+            seconds = time.monotonic() - started
+            assert not on.is_set()
+        finally:
+            on.set()
+        out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert "876 tensors" in out
+    assert seconds >= len(lines) * LINE_SECONDS
+    for line in lines:
+        assert re.fullmatch(r"pushing: .* s\n|pushing: +\d+ %, .* of 16\.0 MiB, .*\n", line), line

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from support.scripted import Message, ScriptedServer, StandIn
 
 from weightwire import connect, fnv1a64
 from weightwire.client import PushResult
+from weightwire.client.channel import Channel
 
 VERSIONS = [(1, 0, 0), (2, 0, 0), (3, 0, 0), (3, 6, 1), (5, 0, 0), (6, 0, 0), (7, 0, 0), (8, 0, 0)]
 MIB = 1 << 20
@@ -185,6 +187,34 @@ def test_hits_are_not_sent(version: tuple[int, int, int]) -> None:
     assert [m.payload[228:236].rstrip(b"\0").decode() for m in server.of(7)] == [f"w{i}" for i in range(11)]
     assert [name for name, *_ in seen] == [*arrays, *arrays], "hits in their turn, then each as it is verified"
     assert seen[-1][1:] == (summary.bytes, summary.bytes)
+
+
+def test_no_bytes_follow_a_question_before_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that hashes entries takes no bytes: seen from a send, several hits in a row would be one long stall."""
+    waiting: list[int] = []
+    begin, send = Channel.begin, Channel.send
+
+    def watched_begin(channel: Channel, *parts: Any) -> None:
+        waiting.append(channel.outstanding)
+        begin(channel, *parts)
+
+    def watched_send(channel: Channel, *parts: Any, messages: int = 1) -> None:
+        if messages > 1 or parts[0][0] == 6:
+            waiting.append(channel.outstanding)
+        send(channel, *parts, messages=messages)
+
+    arrays: dict[str, object] = {}
+    for i in range(10):
+        arrays[f"w{i}"] = np.frombuffer(payload_of(11 * MIB, i), np.uint8)
+        arrays[f"s{i}"] = np.full(5, i, np.uint8)
+    have = [bytes(arrays[f"w{i}"]) for i in (1, 2, 3, 5, 6, 8)]  # type: ignore[call-overload]
+    server = StandIn((7, 0, 0), cache={fnv1a64(data): data for data in have})
+    monkeypatch.setattr(Channel, "begin", watched_begin)
+    monkeypatch.setattr(Channel, "send", watched_send)
+    summary = run(server, arrays, cache="always").summary
+    assert (summary.hits, summary.misses) == (6, 4)
+    assert len(waiting) == 4 + 10
+    assert not any(waiting)
 
 
 def test_doubles_are_sent_once() -> None:

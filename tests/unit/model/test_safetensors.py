@@ -233,6 +233,7 @@ def test_shards_without_an_index_open_the_whole_model(indexed: Path) -> None:
     (indexed / "model-00001-of-00002.safetensors").unlink()
     error = refused(indexed / "model-00002-of-00002.safetensors")
     assert error.path == str(indexed / "model-00001-of-00002.safetensors")
+    assert error.offset == 0
 
 
 def test_a_name_in_two_shards_without_an_index(indexed: Path) -> None:
@@ -253,6 +254,7 @@ def test_a_missing_file_of_the_index(indexed: Path) -> None:
     error = refused(indexed)
     assert error.path == str(indexed / "model-00002-of-00002.safetensors")
     assert "1 of 2 files" in error.detail
+    assert error.offset == 0
 
 
 def test_a_listed_tensor_that_is_not_there(indexed: Path) -> None:
@@ -260,6 +262,7 @@ def test_a_listed_tensor_that_is_not_there(indexed: Path) -> None:
     error = refused(indexed)
     assert error.path == str(indexed / "model-00002-of-00002.safetensors")
     assert "'d'" in error.detail
+    assert error.offset == 0
 
 
 @pytest.mark.parametrize("target", ["../x.safetensors", "/etc/passwd", "..", "", 1.5, None, "a\0b"])

@@ -60,6 +60,13 @@ def shards(tmp_path: Path) -> list[Path]:
     ]
 
 
+def key_offset(path: Path, key: str) -> int:
+    """Where a metadata key's entry begins: its length, of 8 bytes, and then the key."""
+    at = path.read_bytes().index(struct.pack("<Q", len(key)) + key.encode())
+    assert at > 0
+    return at
+
+
 def refused(path: Path) -> ModelError:
     before = open_descriptors()
     with pytest.raises(ModelError) as caught:
@@ -113,6 +120,7 @@ def test_a_missing_shard_is_named(shards: list[Path]) -> None:
     error = refused(shards[2])
     assert error.path == str(shards[1])
     assert "1 of 3 shards missing" in error.detail
+    assert error.offset == 0
     assert error.hint
     # The folder is no way around it.
     assert refused(shards[0].parent).path == str(shards[1])
@@ -142,17 +150,24 @@ def test_a_foreign_shard_is_named(shards: list[Path], split: Split, said: str) -
     error = refused(shards[0])
     assert error.path == str(shards[1])
     assert said in error.detail
+    # An absent key has no place: the file's first byte then.
+    key = said.split()[0]
+    assert error.offset == (0 if key == "no" else key_offset(shards[1], key))
 
 
 def test_a_shard_with_too_few_tensors_is_noticed(shards: list[Path]) -> None:
     shard(shards[0].parent, 2, 3, [])
-    assert "split.tensors.count is 3, where 2 fits" in refused(shards[1]).detail
+    error = refused(shards[1])
+    assert "split.tensors.count is 3, where 2 fits" in error.detail
+    assert error.path == str(shards[0])
+    assert error.offset == key_offset(shards[0], "split.tensors.count")
 
 
 def test_a_shard_of_another_architecture_is_named(shards: list[Path]) -> None:
     shard(shards[0].parent, 2, 3, ["c"], pairs=[architecture("gemma3")])
     error = refused(shards[0])
     assert error.path == str(shards[1])
+    assert error.offset == key_offset(shards[1], "general.architecture")
     assert "general.architecture is 'gemma3'" in error.detail
 
 
@@ -176,6 +191,7 @@ def test_a_shard_under_another_name_says_what_to_do(shards: list[Path], tmp_path
     shutil.copy(shards[0], other)
     error = refused(other)
     assert "one of 3 shards" in error.detail
+    assert error.offset == key_offset(other, "split.count")
     assert error.hint
 
 

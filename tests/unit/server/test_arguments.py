@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -99,3 +100,9 @@ def test_a_cache_in_either_form(tmp_path: Path, no_leaks: LeakCheck) -> None:
 
 def test_brackets_around_an_address_are_taken_off() -> None:
     assert Server("[::1]", 0)._host == "::1"
+
+
+def test_a_client_has_ten_seconds_for_hello_unless_told_otherwise() -> None:
+    with Server(port=0) as server:
+        assert server._hello_timeout == 10.0
+    assert inspect.signature(Server).parameters["hello_timeout"].default == 10.0

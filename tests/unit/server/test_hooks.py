@@ -9,6 +9,7 @@ from support.leaks import LeakCheck
 from support.raw_client import RawClient
 
 from weightwire.server import Destination, HostMemory, ServedTensor, Server
+from weightwire.wire.commands import Command
 
 
 class Trouble(BaseException):
@@ -125,3 +126,31 @@ def test_an_empty_tensor_is_told_of_and_listed_if_its_client_writes_it(no_leaks:
         client.barrier()
         assert [tensor.name for tensor in told] == ["none"]
         assert server.tensors["none"].nbytes == 0
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "backwards"),
+    [(0, 4 << 20, False), (0, 3 << 20, False), (0, 1 << 20, True), (1 << 20, 0, False), (4 << 20, 0, False)],
+)
+def test_a_copy_within_a_hook_comes_in_order_unless_it_moves_up_onto_itself(
+    source: int, target: int, backwards: bool, no_leaks: LeakCheck
+) -> None:
+    offsets: list[int] = []
+
+    class Memory(HostMemory):
+        def write(self, offset: int, view: memoryview) -> None:
+            offsets.append(offset)
+            super().write(offset, view)
+
+    nbytes = 3 << 20
+    data = bytes(range(251)) * (nbytes // 251 + 1)
+    with Server(port=0, destination=Memory) as server, RawClient(server.port) as client:
+        buffer = client.allocate(8 << 20)
+        src, dst = client.place("src", nbytes, buffer, source), client.place("dst", nbytes, buffer, target)
+        client.set(src, data[:nbytes])
+        client.barrier()
+        offsets.clear()
+        assert client.ask(Command.COPY_TENSOR, client.dialect.encode_copy_tensor(src, dst)) == b"\1"
+        assert offsets == sorted(offsets, reverse=backwards)
+        assert len(offsets) == 3
+        assert client.get(dst) == data[:nbytes]

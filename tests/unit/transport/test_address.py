@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import socket
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from weightwire.errors import ConfigError
-from weightwire.transport.address import format_endpoint, parse_endpoint
+from weightwire.transport.address import format_endpoint, format_sockaddr, parse_endpoint
 
 
 @pytest.mark.parametrize(
@@ -92,3 +94,24 @@ def test_round_trip(address: object, port: int) -> None:
 def test_format() -> None:
     assert format_endpoint("server", 1) == "server:1"
     assert format_endpoint("fe80::1%eth0", 1) == "[fe80::1%eth0]:1"
+
+
+def test_socket_addresses() -> None:
+    assert format_sockaddr(("192.0.2.1", 7)) == "192.0.2.1:7"
+    assert format_sockaddr(("::1", 7, 0, 0)) == "[::1]:7"
+    assert format_sockaddr("/run/socket") == ""
+    assert format_sockaddr(b"\0abstract") == ""
+
+
+@pytest.mark.parametrize("number", [index for index, _ in socket.if_nameindex()])
+def test_a_socket_address_with_a_zone_names_the_interface(number: int) -> None:
+    text = format_sockaddr(("fe80::7", 9, 0, number))
+    assert text == f"[fe80::7%{socket.if_indextoname(number)}]:9"
+    assert parse_endpoint(text) == (f"fe80::7%{socket.if_indextoname(number)}", 9)
+
+
+def test_a_zone_without_an_interface_is_its_number() -> None:
+    gone = (1 << 31) - 1
+    with pytest.raises(OSError):
+        socket.if_indextoname(gone)
+    assert format_sockaddr(("fe80::7", 9, 0, gone)) == f"[fe80::7%{gone}]:9"

@@ -93,6 +93,7 @@ COMM_FREE           -    -    -    -    -    -    -    -    -    -    .
 FACTS = """
 hello_request_bytes       0    0    0    0    0   24   24   24   24   24   24
 hello_answer_bytes        3    3    3    3    3   28   28   28   28   28   28
+hello_flags               0    0    0    0    0    1    1    1    1    1    1
 device_prefix             0    0    1    1    1    1    1    1    1    1    1
 device_count              0    0    1    1    1    1    1    1    1    1    1
 set_tensor_header_bytes 304  304  304  304  304  304  304  304  304  305  305

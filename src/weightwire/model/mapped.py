@@ -1,0 +1,147 @@
+"""Arrays that lie in mapped files: their bytes by position instead of through the mapping.
+
+Touching a page that a file has lost since it was mapped ends the process (SIGBUS, mmap(2)); a read(2) that meets the
+same is an error. So memory with a file behind it is read from that file, or, where the file cannot be opened any more
+or memory and file may differ (a private mapping), from ``/proc/self/mem``, which copies pages on this process's behalf
+and says EIO where there is none (proc(5)).
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from typing import NamedTuple
+
+from weightwire.errors import ModelError
+from weightwire.model.base import ModelFile
+
+__all__ = ["MappedFiles", "MappedRange"]
+
+# Shared anonymous memory has an inode as well, but nothing that could cut it short.
+_ANONYMOUS = ("/dev/zero (deleted)", "/anon_hugepage (deleted)", "/SYSV")
+
+
+class _Area(NamedTuple):
+    start: int
+    end: int
+    shared: bool
+    offset: int
+    device: str
+    inode: int
+    path: str
+
+
+class _Behind(ModelFile):
+    """A file behind a mapping. Its owner may write to it through that, so that only its size counts."""
+
+    needed = 0
+
+    def check_unchanged(self) -> None:
+        """ModelError if the file no longer has the bytes that are wanted of it, or is closed."""
+        if self.closed:
+            raise ModelError("the model is closed", path=self.path)
+        size = os.fstat(self.fd).st_size
+        if size < self.needed:
+            raise ModelError(
+                f"file is shorter than its mapping: {size} bytes, where byte {self.needed - 1} is in an array",
+                path=self.path,
+                hint="something cut it short; load the array again",
+            )
+
+
+class MappedRange(NamedTuple):
+    """``nbytes`` bytes of memory: at ``offset`` of ``file``, which is the mapped one or this process's memory."""
+
+    file: ModelFile
+    offset: int
+
+
+class MappedFiles:
+    """Which of this process's memory lies in files that were mapped when this was made, and those files, opened."""
+
+    def __init__(self) -> None:
+        self._areas = _areas()
+        self._starts = [area.start for area in self._areas]
+        self._opened: dict[object, _Behind] = {}
+
+    @property
+    def files(self) -> tuple[ModelFile, ...]:
+        """What was opened so far."""
+        return tuple(self._opened.values())
+
+    def close(self) -> None:
+        """Close what was opened. Idempotent; never raises."""
+        for file in self._opened.values():
+            file.close()
+
+    def find(self, address: int, nbytes: int) -> MappedRange | None:
+        """Where to read the ``nbytes`` bytes at ``address`` from; None if no file lies behind any of them.
+
+        ModelError if their file is too short for them already or there is no way to read them.
+        """
+        end = address + nbytes
+        at = max(bisect_right(self._starts, address) - 1, 0)
+        hit = []
+        while at < len(self._areas) and self._areas[at].start < end:
+            if self._areas[at].end > address:
+                hit.append(self._areas[at])
+            at += 1
+        if not hit:
+            return None
+        area = hit[0]
+        file = self._open(area) if area.shared and area.start <= address and end <= area.end else None
+        if file is None:
+            return MappedRange(self._memory(area), address)
+        offset = area.offset + address - area.start
+        file.needed = max(file.needed, offset + nbytes)
+        file.check_unchanged()
+        return MappedRange(file, offset)
+
+    def _open(self, area: _Area) -> _Behind | None:
+        """The very file that is mapped, if its name still leads to it and it may be read."""
+        key = (area.device, area.inode)
+        if key not in self._opened:
+            try:
+                file = _Behind(area.path)
+            except ModelError:
+                return None
+            status = os.fstat(file.fd)
+            device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
+            if (device, status.st_ino) != key:
+                file.close()
+                return None
+            self._opened[key] = file
+        return self._opened[key]
+
+    def _memory(self, area: _Area) -> _Behind:
+        # One for each mapping: who reads neighbouring ranges of a file at once must find no hole between them.
+        if area.start not in self._opened:
+            try:
+                file = _Behind("/proc/self/mem")
+            except ModelError as error:
+                raise ModelError(
+                    f"an array lies in the mapped file {area.path}, which could be cut short: {error.detail}",
+                    hint="pass a copy: numpy.array(x)",
+                ) from error
+            file.path = f"memory mapped from {area.path}"
+            self._opened[area.start] = file
+        return self._opened[area.start]
+
+
+def _areas() -> list[_Area]:
+    """The parts of this process's memory with a file behind them, in ascending order (proc(5), /proc/pid/maps)."""
+    try:
+        with open("/proc/self/maps", "rb") as maps:
+            lines = maps.read().splitlines()
+    except OSError:
+        return []
+    areas = []
+    for line in lines:
+        span, permissions, offset, device, inode, *rest = line.split(maxsplit=5)
+        path = os.fsdecode(rest[0]).replace("\\012", "\n") if rest else ""
+        if inode == b"0" or path.startswith(_ANONYMOUS):
+            continue
+        start, _, end = span.partition(b"-")
+        shared = permissions.endswith(b"s")
+        areas.append(_Area(int(start, 16), int(end, 16), shared, int(offset, 16), device.decode(), int(inode), path))
+    return areas
