@@ -38,12 +38,20 @@ def stock_library() -> Path:
     return found
 
 
-@pytest.fixture(scope="session")
-def equal_tensors(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A safetensors file of 16 tensors of 64 MiB: what large layers look like to a server that buffers each whole."""
+@pytest.fixture(scope="session", params=["mix", 16, 1], ids=["mix", "16 x 64 MiB", "1 x 1 GiB"])
+def model_of_1gib(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """1 GiB in three shapes: a 27B model's proportions, large layers, and one tensor.
+
+    A server that buffers every message whole is hit by large tensors most.
+    """
+    if request.param == "mix":
+        yield request.getfixturevalue("synthetic_model")
+        return
     path = tmp_path_factory.mktemp("equal") / "equal.safetensors"
     generator = np.random.default_rng(1)
-    size = NBYTES // 16
-    save_file({f"layer.{index}": generator.integers(0, 256, size, dtype=np.uint8) for index in range(16)}, path)
+    size = NBYTES // request.param
+    save_file(
+        {f"layer.{index}": generator.integers(0, 256, size, dtype=np.uint8) for index in range(request.param)}, path
+    )
     yield path
     path.unlink()

@@ -39,16 +39,8 @@ def stack() -> Iterator[ExitStack]:
 
 @pytest.mark.bench
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("shape", ["mix", "64 MiB tensors"])
-def test_push_uncached(
-    benchmark: BenchmarkFixture,
-    shape: str,
-    synthetic_model: Path,
-    equal_tensors: Path,
-    stock_library: Path,
-    stack: ExitStack,
-) -> None:
-    path = synthetic_model if shape == "mix" else equal_tensors
+def test_push_uncached(benchmark: BenchmarkFixture, model_of_1gib: Path, stock_library: Path, stack: ExitStack) -> None:
+    path = model_of_1gib
     subject = WeightwirePeer(path)
     others: list[Peer] = [
         SocketPairPeer(path, populate=False),
