@@ -35,7 +35,9 @@ def sanitizers(tmp_path_factory: pytest.TempPathFactory) -> None:
 @pytest.mark.usefixtures("sanitizers")
 @pytest.mark.parametrize("level", ["-O1", "-O3"])
 def test_the_core_under_sanitizers(tmp_path: Path, level: str) -> None:
-    sources = [*sorted((ROOT / "csrc").rglob("*.c")), Path(__file__).with_name("driver.c")]
+    # csrc/verbs has a driver of its own: it needs the headers of libibverbs, and a stand-in for the library.
+    core = [path for path in sorted((ROOT / "csrc").rglob("*.c")) if path.parent.name != "verbs"]
+    sources = [*core, Path(__file__).with_name("driver.c")]
     assert len(sources) > 1
     built = compile_c(sources, tmp_path / "driver", level, *SANITIZE)
     assert built.returncode == 0, built.stderr

@@ -5,7 +5,7 @@ from cpython.bytes cimport PyBytes_AsString, PyBytes_FromStringAndSize
 from cpython.exc cimport PyErr_CheckSignals
 from cpython.mem cimport PyMem_Free, PyMem_Malloc
 from libc.stddef cimport size_t
-from libc.stdint cimport INT64_MAX, int64_t, uint64_t
+from libc.stdint cimport int64_t, uint64_t
 from libc.string cimport memset
 
 from weightwire._native._core cimport (
@@ -13,12 +13,13 @@ from weightwire._native._core cimport (
     iovec, take_buffer, take_writable, ww_file_pace, ww_file_part, ww_file_part_close, ww_flow, ww_flow_idle, ww_flow_start, ww_parts, ww_read_file,
     ww_recv_exact, ww_send_file, ww_send_parts, ww_socket_ended, ww_socket_prepare, ww_status,
 )
+from weightwire._native._shared cimport nanoseconds, shortened, unreadable
 
 import errno
 import os
 
 from weightwire._native._sentinel import UNSET
-from weightwire.errors import ModelError, PeerClosed, TransferTimeout, TransportError
+from weightwire.errors import PeerClosed, TransferTimeout, TransportError
 
 cdef extern from "<unistd.h>" nogil:
     int close_fd "close"(int fd)
@@ -36,18 +37,6 @@ cdef enum:
     FEW = 8
 # File ranges up to this size are read and gathered into one packet with their header; above it sendfile wins.
 cdef size_t SMALL_RANGE = 64 << 10
-
-
-cdef int64_t nanoseconds(object timeout) except? -2:
-    """A timeout in seconds, or None for ever, as the core has it."""
-    if timeout is None:
-        return -1
-    cdef double seconds = timeout
-    if not seconds >= 0.0:
-        raise ValueError(f"a timeout is a number of seconds from 0 up, or None for ever; not {timeout!r}")
-    if seconds > 9e9:
-        return INT64_MAX
-    return <int64_t>(seconds * 1e9)
 
 
 cdef class Stream:
@@ -385,17 +374,3 @@ cdef class Stream:
         part.offset = source.offset
         part.nbytes = source.nbytes
         self.gather(head, &part, source)
-
-
-cdef object shortened(object source, uint64_t end):
-    raise ModelError(
-        f"the file is shorter than when opened: the range ends at byte {source.offset + source.nbytes}",
-        path=source.path, offset=end, hint="something changed the file; open the model again",
-    )
-
-
-cdef object unreadable(object source, ww_status status, uint64_t offset):
-    raise ModelError(
-        f"{(<bytes>status.operation).decode()}: {os.strerror(status.error)}", path=source.path, offset=offset,
-        hint="the disk cannot read it, or it is mapped and its file was cut short" if status.error == errno.EIO else "",
-    )
