@@ -9,14 +9,18 @@ from __future__ import annotations
 
 __all__ = [
     "AllocationError",
+    "CompletionError",
     "ConfigError",
     "IntegrityError",
     "ModelError",
     "PeerClosed",
     "ProtocolError",
+    "RdmaUnavailable",
+    "RegistrationError",
     "ServerBusy",
     "TransferTimeout",
     "TransportError",
+    "VerbsError",
     "VersionError",
     "WeightwireError",
 ]
@@ -155,3 +159,68 @@ class PeerClosed(TransportError, ConnectionError):
         self.position = position
         self.tensor = tensor
         self.bytes_done = bytes_done
+
+
+class VerbsError(TransportError):
+    """A call of libibverbs failed; ``.operation`` is the call (``"ibv_modify_qp to RTR"``), ``.errno`` its error."""
+
+
+class RegistrationError(VerbsError):
+    """The rings of an RDMA connection could not be registered, however small.
+
+    ``.attempts`` is every rung tried, in order: see ``weightwire.transport.registration.Attempt``.
+    """
+
+    def __init__(
+        self,
+        detail: str,
+        *,
+        attempts: tuple[object, ...] = (),
+        endpoint: str = "",
+        operation: str = "ibv_reg_mr",
+        errno: int | None = None,
+        hint: str = "",
+    ) -> None:
+        super().__init__(detail, endpoint=endpoint, operation=operation, errno=errno, hint=hint)
+        self.attempts = attempts
+
+
+class CompletionError(VerbsError):
+    """A completion ended an RDMA connection.
+
+    ``.status`` is its work completion status (``enum ibv_wc_status``; 0 where the device called it a success and it
+    breaks the rules: longer than its slot, empty again and again, or of nothing that was posted), ``.vendor_err`` the
+    vendor's code.
+    """
+
+    def __init__(
+        self,
+        detail: str,
+        *,
+        status: int = 0,
+        vendor_err: int = 0,
+        endpoint: str = "",
+        operation: str = "ibv_poll_cq",
+        errno: int | None = None,
+        hint: str = "",
+    ) -> None:
+        super().__init__(detail, endpoint=endpoint, operation=operation, errno=errno, hint=hint)
+        self.status = status
+        self.vendor_err = vendor_err
+
+
+class RdmaUnavailable(TransportError):
+    """RDMA was required and cannot be had; ``.reason`` says why in one sentence."""
+
+    def __init__(
+        self,
+        detail: str,
+        *,
+        reason: str = "",
+        endpoint: str = "",
+        operation: str = "",
+        errno: int | None = None,
+        hint: str = "",
+    ) -> None:
+        super().__init__(detail, endpoint=endpoint, operation=operation, errno=errno, hint=hint)
+        self.reason = reason or detail

@@ -38,7 +38,7 @@ VERSIONS = [
 
 
 def open_and_close(endpoint: str, timeout: float = 20.0, protocol: str | None = None) -> tuple[str, str, int]:
-    stream, greeting, dialect = open_connection(endpoint, timeout, protocol)
+    stream, greeting, dialect, _ = open_connection(endpoint, timeout, protocol)
     assert stream.timeout == timeout
     stream.close()
     return greeting.text, dialect.text, greeting.flags
@@ -132,14 +132,16 @@ def test_a_newer_minor_is_spoken_to_with_a_warning(caplog: pytest.LogCaptureFixt
     assert "newer than weightwire knows" in caplog.text
 
 
-def test_a_known_version_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_known_version_says_one_thing(caplog: pytest.LogCaptureFixture) -> None:
     def server(peer: Peer) -> None:
         if serve_hello(peer, (3, 6, 1)):
             peer.rest()
 
     with ScriptedServer(server, server) as scripted, caplog.at_level(logging.INFO, "weightwire"):
         open_and_close(scripted.endpoint)
-    assert caplog.text == ""
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{scripted.endpoint}: on TCP: protocol 3.6 has no RDMA"
+    ]
 
 
 @pytest.mark.parametrize(
