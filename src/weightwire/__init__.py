@@ -50,6 +50,10 @@ _HOME = {
 
 
 def __getattr__(name: str) -> object:
+    if name == "rdma":  # a module
+        from importlib import import_module
+
+        return import_module(f"{__name__}.rdma")
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

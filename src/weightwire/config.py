@@ -21,6 +21,7 @@ __all__ = [
     "CACHE_MODES",
     "DEFAULT_PORT",
     "RETAIN_MODES",
+    "TRANSPORTS",
     "ClientConfig",
     "ServerConfig",
     "checked_seconds",
@@ -36,6 +37,7 @@ __all__ = [
 DEFAULT_PORT = 50052
 CACHE_MODES = ("auto", "always", "never")
 RETAIN_MODES = ("connection", "process")
+TRANSPORTS = ("auto", "tcp", "rdma")
 
 _T = TypeVar("_T")
 _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
@@ -191,13 +193,15 @@ def _resolve(
 class ClientConfig:
     """What a client needs to know.
 
-    ``timeout`` in seconds, ``protocol`` (``None``: what the server says in HELLO), and whether the server's tensor
-    ``cache`` is asked (``"auto"``, ``"always"`` or ``"never"``).
+    ``timeout`` in seconds, ``protocol`` (``None``: what the server says in HELLO), whether the server's tensor
+    ``cache`` is asked (``"auto"``, ``"always"`` or ``"never"``), and the ``transport`` (``"auto"``, ``"tcp"``,
+    ``"rdma"``).
     """
 
     timeout: float = 30.0
     protocol: str | None = None
     cache: str = "auto"
+    transport: str = "auto"
 
     @classmethod
     def resolve(
@@ -206,6 +210,7 @@ class ClientConfig:
         timeout: float | None = None,
         protocol: str | None = None,
         cache: str | None = None,
+        transport: str | None = None,
         environ: Mapping[str, str] | None = None,
         settings: Collection[str] | None = None,
     ) -> Self:
@@ -215,12 +220,13 @@ class ClientConfig:
         """
         return _resolve(
             cls,
-            {"timeout": timeout, "protocol": protocol, "cache": cache},
+            {"timeout": timeout, "protocol": protocol, "cache": cache, "transport": transport},
             environ,
             {
                 "timeout": ("WEIGHTWIRE_TIMEOUT", parse_seconds),
                 "protocol": ("WEIGHTWIRE_PROTOCOL", parse_version),
                 "cache": ("WEIGHTWIRE_CACHE", parse_choice(CACHE_MODES)),
+                "transport": ("WEIGHTWIRE_TRANSPORT", parse_choice(TRANSPORTS)),
             },
             settings,
         )
@@ -231,7 +237,8 @@ class ServerConfig:
     """What a server needs to know.
 
     The address it listens on, the directory of its tensor ``cache`` (``None``: none), the ``protocol`` it speaks, how
-    long it keeps tensors (``retain``), and how many bytes of ``memory`` it gives out (``None``: what is available).
+    long it keeps tensors (``retain``), how many bytes of ``memory`` it gives out (``None``: what is available), and the
+    ``transport`` (``"auto"``, ``"tcp"``, ``"rdma"``).
     """
 
     host: str = "127.0.0.1"
@@ -240,6 +247,7 @@ class ServerConfig:
     protocol: str = "7.0.0"
     retain: str = "connection"
     memory: int | None = None
+    transport: str = "auto"
 
     @classmethod
     def resolve(
@@ -251,12 +259,21 @@ class ServerConfig:
         protocol: str | None = None,
         retain: str | None = None,
         memory: int | None = None,
+        transport: str | None = None,
         environ: Mapping[str, str] | None = None,
     ) -> Self:
         """Settle the server's settings. Raises ConfigError naming the option or variable that cannot be used."""
         return _resolve(
             cls,
-            {"host": host, "port": port, "cache": cache, "protocol": protocol, "retain": retain, "memory": memory},
+            {
+                "host": host,
+                "port": port,
+                "cache": cache,
+                "protocol": protocol,
+                "retain": retain,
+                "memory": memory,
+                "transport": transport,
+            },
             environ,
             {
                 "host": ("WEIGHTWIRE_SERVER_HOST", parse_host),
@@ -265,5 +282,6 @@ class ServerConfig:
                 "protocol": ("WEIGHTWIRE_SERVER_PROTOCOL", parse_version),
                 "retain": ("WEIGHTWIRE_SERVER_RETAIN", parse_choice(RETAIN_MODES)),
                 "memory": ("WEIGHTWIRE_SERVER_MEMORY", parse_size),
+                "transport": ("WEIGHTWIRE_SERVER_TRANSPORT", parse_choice(TRANSPORTS)),
             },
         )

@@ -207,3 +207,14 @@ def test_a_verb_reads_no_variables_of_settings_it_does_not_have() -> None:
 def test_settings_do_not_change() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         ClientConfig().timeout = 1.0  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("config", "variable"), [(ClientConfig, "WEIGHTWIRE_TRANSPORT"), (ServerConfig, "WEIGHTWIRE_SERVER_TRANSPORT")]
+)
+def test_the_transport(config: type[ClientConfig] | type[ServerConfig], variable: str) -> None:
+    assert config.resolve(environ={}).transport == "auto"
+    assert config.resolve(environ={variable: "RDMA"}).transport == "rdma"
+    assert config.resolve(transport="tcp", environ={variable: "rdma"}).transport == "tcp"
+    with pytest.raises(ConfigError, match=f"{variable}.*'udp' is not one of auto, tcp, rdma"):
+        config.resolve(environ={variable: "udp"})

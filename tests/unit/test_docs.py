@@ -59,6 +59,7 @@ def test_the_documents_are_there() -> None:
         "docs/embedding.md",
         "docs/performance.md",
         "docs/protocol.md",
+        "docs/rdma.md",
     }
 
 

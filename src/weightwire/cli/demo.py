@@ -14,7 +14,7 @@ import click
 
 from weightwire.cli.embedded import EmbeddedServer
 from weightwire.cli.failures import ENVIRONMENT, Failure, as_usage, cannot_here
-from weightwire.cli.options import SIZE, help_, json_output, quiet, timeout
+from weightwire.cli.options import SIZE, help_, json_output, quiet, timeout, transport
 from weightwire.cli.output import human_bytes, line, note, object_, printable
 from weightwire.cli.progress import Progress, choose_display
 from weightwire.cli.report import push_lines, push_object
@@ -35,10 +35,19 @@ DISK_BESIDE = parse_size("16MiB")
 @click.option("--size", type=SIZE, metavar="SIZE", help="Size of the generated model, such as 512MiB. [default: 1GiB]")
 @click.option("--keep", is_flag=True, help="Keep the generated model and say where it is.")
 @timeout
+@transport
 @json_output
 @quiet
 @help_
-def demo(model: str | None, size: int | None, keep: bool, timeout: float | None, as_json: bool, quiet: bool) -> None:
+def demo(
+    model: str | None,
+    size: int | None,
+    keep: bool,
+    timeout: float | None,
+    transport: str | None,
+    as_json: bool,
+    quiet: bool,
+) -> None:
     """Push a model to a server on this machine and verify every byte.
 
     Starts a server in a process of its own, pushes MODEL to it, reads everything back and says what the time went on.
@@ -46,7 +55,7 @@ def demo(model: str | None, size: int | None, keep: bool, timeout: float | None,
     """
     if model is not None and (size is not None or keep):
         raise ConfigError("--size and --keep are for the generated model", hint="leave them out, or leave out MODEL")
-    config = ClientConfig.resolve(timeout=timeout, settings=("timeout",))
+    config = ClientConfig.resolve(timeout=timeout, transport=transport, settings=("timeout", "transport"))
     with raising_on_signals(), ExitStack() as stack:
         if model is None:
             path, generated = _generate(stack, size or DEFAULT_SIZE, keep, quiet)
@@ -114,8 +123,8 @@ def _run(path: str, config: ClientConfig, quiet: bool) -> tuple[dict[str, Any], 
             select(opened, None)
         _check_memory(opened.nbytes)
         with (
-            EmbeddedServer() as server,
-            connect(server.endpoint, timeout=config.timeout) as connection,
+            EmbeddedServer(("--transport", config.transport)) as server,
+            connect(server.endpoint, timeout=config.timeout, transport=config.transport) as connection,
             Progress("pushing", opened.nbytes, choose_display(quiet), then="verifying") as progress,
         ):
             result = connection.push(opened, cache="never", verify=True, progress=progress.report)

@@ -13,10 +13,12 @@ import click
 from weightwire.cli.output import StdoutClosed, StdoutFailed, note, object_, printable
 from weightwire.errors import (
     AllocationError,
+    CompletionError,
     ConfigError,
     IntegrityError,
     ModelError,
     PeerClosed,
+    RdmaUnavailable,
     TransferTimeout,
     TransportError,
     VersionError,
@@ -170,6 +172,10 @@ def _facts(failure: Failure) -> dict[str, Any]:
         names = ("phase", "elapsed", "tensor", "bytes_done")
     elif isinstance(error, PeerClosed):
         names = ("endpoint", "operation", "position", "tensor", "bytes_done")
+    elif isinstance(error, CompletionError):
+        names = ("endpoint", "operation", "status", "vendor_err")
+    elif isinstance(error, RdmaUnavailable):
+        names = ("endpoint", "operation", "errno", "reason")
     elif isinstance(error, TransportError):
         names = ("endpoint", "operation", "errno")
     return facts | {name: getattr(error, name) for name in names}

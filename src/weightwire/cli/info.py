@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import click
 
 from weightwire.cli.failures import USAGE, Failure, as_usage
-from weightwire.cli.options import check_protocol, help_, json_output, protocol, timeout
+from weightwire.cli.options import check_protocol, help_, json_output, protocol, timeout, transport
 from weightwire.cli.output import human_bytes, line, note, object_, printable
+from weightwire.cli.report import carrier
 from weightwire.config import DEFAULT_PORT, ClientConfig
 from weightwire.errors import ConfigError, ModelError
 
@@ -22,9 +23,10 @@ _MODEL_ENDINGS = (".gguf", ".safetensors", ".json", ".bin", ".pt")
 @click.argument("target", metavar="MODEL|HOST:PORT")
 @timeout
 @protocol
+@transport
 @json_output
 @help_
-def info(target: str, timeout: float | None, protocol: str | None, as_json: bool) -> None:
+def info(target: str, timeout: float | None, protocol: str | None, transport: str | None, as_json: bool) -> None:
     """Describe a model file, or the server at an endpoint.
 
     A path that exists is a model, anything else an endpoint. Where that could be mistaken, stderr says how it was
@@ -33,7 +35,9 @@ def info(target: str, timeout: float | None, protocol: str | None, as_json: bool
     if _is_model(target):
         _model(target, as_json)
         return
-    config = ClientConfig.resolve(timeout=timeout, protocol=protocol, settings=("timeout", "protocol"))
+    config = ClientConfig.resolve(
+        timeout=timeout, protocol=protocol, transport=transport, settings=("timeout", "protocol", "transport")
+    )
     check_protocol(config.protocol, "WEIGHTWIRE_PROTOCOL")
     _server(target, config, as_json)
 
@@ -116,7 +120,7 @@ def _model(path: str, as_json: bool) -> None:
 def _server(endpoint: str, config: ClientConfig, as_json: bool) -> None:
     from weightwire.client import connect
 
-    with connect(endpoint, timeout=config.timeout, protocol=config.protocol) as connection:
+    with connect(endpoint, timeout=config.timeout, protocol=config.protocol, transport=config.transport) as connection:
         devices: list[dict[str, int]] = []
         for device in range(connection.device_count()):
             free, total = connection.device_memory(device)
@@ -142,7 +146,7 @@ def _server(endpoint: str, config: ClientConfig, as_json: bool) -> None:
             )
             return
         line(f"server    {printable(connection.endpoint)}")
-        line(f"protocol  {connection.protocol}, over {connection.transport['kind']}")
+        line(f"protocol  {connection.protocol}, over {printable(carrier(connection))}")
         line(f"cache     {'yes' if connection.server_has_cache else 'none, or a stock server that cannot say'}")
         for entry in devices:
             largest = "any" if entry["max_size"] >= 2**63 else human_bytes(entry["max_size"])

@@ -9,7 +9,7 @@ import click
 
 from weightwire import __version__
 from weightwire.cli.output import line
-from weightwire.config import parse_seconds, parse_size, parse_version
+from weightwire.config import TRANSPORTS, parse_seconds, parse_size, parse_version
 from weightwire.errors import ConfigError
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "protocol",
     "quiet",
     "timeout",
+    "transport",
     "version",
 ]
 
@@ -151,6 +152,15 @@ def protocol(function: _F) -> _F:
         metavar="V",
         help="Speak this protocol version whatever the server says it is; a wrong one corrupts what arrives. "
         "[WEIGHTWIRE_PROTOCOL; default: as the server says]",
+    )(function)
+
+
+def transport(function: _F) -> _F:
+    """``--transport`` of a client."""
+    return click.option(
+        "--transport",
+        type=click.Choice(TRANSPORTS),
+        help="auto: RDMA where both ends can, TCP otherwise; rdma: nothing else. [WEIGHTWIRE_TRANSPORT; default: auto]",
     )(function)
 
 

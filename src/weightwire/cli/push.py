@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from weightwire.cli.failures import as_usage
-from weightwire.cli.options import check_protocol, help_, include, json_output, protocol, quiet, timeout
+from weightwire.cli.options import check_protocol, help_, include, json_output, protocol, quiet, timeout, transport
 from weightwire.cli.output import line, object_
 from weightwire.cli.progress import Progress, choose_display
 from weightwire.cli.report import push_lines, push_object
@@ -27,6 +27,7 @@ __all__ = ["push"]
 @click.option("--verify", is_flag=True, help="Read every tensor back and compare.")
 @timeout
 @protocol
+@transport
 @json_output
 @quiet
 @help_
@@ -38,6 +39,7 @@ def push(
     verify: bool,
     timeout: float | None,
     protocol: str | None,
+    transport: str | None,
     as_json: bool,
     quiet: bool,
 ) -> None:
@@ -52,7 +54,7 @@ def push(
     from weightwire.client.plan import compile_include, select
     from weightwire.model import open_model
 
-    config = ClientConfig.resolve(timeout=timeout, protocol=protocol, cache=cache)
+    config = ClientConfig.resolve(timeout=timeout, protocol=protocol, cache=cache, transport=transport)
     check_protocol(config.protocol, "WEIGHTWIRE_PROTOCOL")
     with as_usage():
         opened = open_model(model)
@@ -60,7 +62,9 @@ def push(
         with as_usage():
             # Before a server hears of it.
             total = sum(tensor.nbytes for tensor in select(opened, compile_include(include)))
-        with connect(endpoint, timeout=config.timeout, protocol=config.protocol) as connection:
+        with connect(
+            endpoint, timeout=config.timeout, protocol=config.protocol, transport=config.transport
+        ) as connection:
             then = "verifying" if verify else ""
             with Progress("pushing", total, choose_display(quiet), then=then) as progress:
                 result = connection.push(

@@ -9,7 +9,7 @@ from weightwire.cli.output import gib_per_second, human_bytes, printable
 if TYPE_CHECKING:
     from weightwire.client import Connection, PushSummary
 
-__all__ = ["push_lines", "push_object"]
+__all__ = ["carrier", "push_lines", "push_object"]
 
 
 def push_object(connection: Connection, summary: PushSummary) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def push_object(connection: Connection, summary: PushSummary) -> dict[str, Any]:
 
 def push_lines(connection: Connection, summary: PushSummary) -> list[str]:
     """The same for people."""
-    where = f"{connection.endpoint} (protocol {connection.protocol}, {connection.transport['kind']})"
+    where = f"{connection.endpoint} (protocol {connection.protocol}, {carrier(connection)})"
     seconds = _pushing(summary)
     lines = [
         f"pushed {summary.tensors} tensors, {human_bytes(summary.bytes)}, to {printable(where)}",
@@ -46,6 +46,12 @@ def push_lines(connection: Connection, summary: PushSummary) -> list[str]:
     if summary.verified:
         lines.append(f"every byte verified, in {summary.profile.verify_ns / 1e9:.2f} s")
     return lines
+
+
+def carrier(connection: Connection) -> str:
+    """What carries the bytes, in few words: ``"tcp"``, ``"rdma on rxe0"``."""
+    kind, device = connection.transport["kind"], connection.transport["device"]
+    return str(kind) if device is None else f"{kind} on {device}"
 
 
 def _pushing(summary: PushSummary) -> float:

@@ -16,7 +16,7 @@ import click
 from weightwire.cli.failures import ENVIRONMENT, Failure, by_signal, cannot_here
 from weightwire.cli.options import SIZE, VERSION, check_protocol, help_, json_output
 from weightwire.cli.output import line, object_
-from weightwire.config import RETAIN_MODES, ServerConfig
+from weightwire.config import RETAIN_MODES, TRANSPORTS, ServerConfig
 from weightwire.errors import ConfigError
 
 __all__ = ["serve"]
@@ -53,6 +53,12 @@ __all__ = ["serve"]
     metavar="SIZE",
     help="Give out at most this much memory, such as 16GiB. [WEIGHTWIRE_SERVER_MEMORY; default: what is available]",
 )
+@click.option(
+    "--transport",
+    type=click.Choice(TRANSPORTS),
+    help="auto: RDMA with clients that offer it, TCP otherwise; rdma: refuse other clients. "
+    "[WEIGHTWIRE_SERVER_TRANSPORT; default: auto]",
+)
 @click.option("--lifeline", is_flag=True, hidden=True, help="End when stdin ends: for a parent that may be killed.")
 @json_output
 @help_
@@ -63,6 +69,7 @@ def serve(
     protocol: str | None,
     retain: str | None,
     memory: int | None,
+    transport: str | None,
     lifeline: bool,
     as_json: bool,
 ) -> None:
@@ -73,7 +80,9 @@ def serve(
     """
     from weightwire.server import Server
 
-    config = ServerConfig.resolve(host=host, port=port, cache=cache, protocol=protocol, retain=retain, memory=memory)
+    config = ServerConfig.resolve(
+        host=host, port=port, cache=cache, protocol=protocol, retain=retain, memory=memory, transport=transport
+    )
     check_protocol(config.protocol, "WEIGHTWIRE_SERVER_PROTOCOL")
     directory = _cache_directory(config.cache) if config.cache is not None else None
     with _Stop() as stop:
@@ -85,6 +94,7 @@ def serve(
                 protocol=config.protocol,
                 retain=config.retain,
                 memory=config.memory,
+                transport=config.transport,
             )
             server.start()
         try:
@@ -111,6 +121,7 @@ def _announce(server: Any, config: ServerConfig, as_json: bool) -> None:
             "cache": config.cache,
             "retain": config.retain,
             "memory": config.memory,
+            "transport": config.transport,
             "pid": os.getpid(),
         }
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from weightwire.client.connection import Connection, connect
 from weightwire.client.device import DeviceMemory
+from weightwire.client.registered import RegisteredMemory
 from weightwire.client.remote import RemoteBuffer, RemoteTensor
 from weightwire.client.result import PushResult, PushSummary
 
@@ -12,6 +13,7 @@ __all__ = [
     "DeviceMemory",
     "PushResult",
     "PushSummary",
+    "RegisteredMemory",
     "RemoteBuffer",
     "RemoteTensor",
     "connect",

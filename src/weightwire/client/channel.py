@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from weightwire.errors import PeerClosed, ProtocolError, TransferTimeout, TransportError, WeightwireError
 from weightwire.ranges import FileRange
+from weightwire.transport.rdma import RdmaStream
 from weightwire.wire.commands import Command
 from weightwire.wire.framing import RESPONSE_HEADER_BYTES, parse_u64, request_header
 
@@ -64,6 +65,14 @@ class Channel:
     def closed(self) -> bool:
         """Whether the connection was closed, by the caller or after a failure."""
         return self._closed
+
+    @property
+    def copies(self) -> tuple[int, int]:
+        """Bytes sent out of registered memory so far, and by way of the ring; (0, 0) on TCP."""
+        if not isinstance(self._stream, RdmaStream):
+            return 0, 0
+        counts = self._stream.counts
+        return counts["direct_bytes"], counts["copied_bytes"]
 
     @property
     def outstanding(self) -> int:

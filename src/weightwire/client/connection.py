@@ -12,33 +12,41 @@ from weightwire.client import device as devices
 from weightwire.client.channel import Channel
 from weightwire.client.device import DeviceMemory
 from weightwire.client.push import ModelSource, ProgressCallback, push
+from weightwire.client.registered import RegisteredMemory, register
 from weightwire.client.remote import RemoteBuffer
 from weightwire.client.result import PushResult
 from weightwire.transport.address import format_sockaddr
 from weightwire.transport.negotiate import open_connection
 
 if TYPE_CHECKING:
+    from weightwire.client.remote import Data
     from weightwire.transport.base import ByteStream
+    from weightwire.transport.upgrade import Carrier
     from weightwire.wire.dialect import Dialect
     from weightwire.wire.hello import Greeting
 
 __all__ = ["Connection", "connect"]
 
 
-def connect(endpoint: str, *, timeout: float = 30.0, protocol: str | None = None) -> Connection:
+def connect(
+    endpoint: str, *, timeout: float = 30.0, protocol: str | None = None, transport: str = "auto"
+) -> Connection:
     """Connect to a ggml RPC server at ``endpoint`` (``"host:port"``, ``"[::1]:50052"``; port 50052 if none is given).
 
     ``timeout`` (seconds) bounds connecting and HELLO together, and later each wait without progress. A server that
     hashes a cached tensor, or writes one to its cache's disk, is silent for as long as that takes: at 0.7 GiB/s the
     default is enough for a tensor of 21 GiB; larger ones and slow disks need a longer one. ``protocol``,
     such as ``"7.0.0"``, says which version the server speaks, whatever it announces; without it HELLO finds out.
+    ``transport`` is ``"auto"`` (RDMA where both ends can, TCP otherwise; `Connection.transport` says which, and why),
+    ``"tcp"``, or ``"rdma"`` (nothing else will do). Where RDMA was agreed on and does not work, which takes 5 seconds
+    at most to find out, the connection is made again on TCP.
 
     Raises ConfigError for a bad argument, VersionError for a server older than 1.0 or of a major nobody described
     (nothing is sent to it after HELLO), ServerBusy when it took the connection and does not answer, ProtocolError for
-    an answer that is none, TransferTimeout, PeerClosed and TransportError for the rest. Source: docs/protocol.md,
-    section 6.
+    an answer that is none, RdmaUnavailable where RDMA was required, TransferTimeout, PeerClosed and TransportError for
+    the rest. Source: docs/protocol.md, sections 6 and 8.
     """
-    return Connection(*open_connection(endpoint, timeout, protocol))
+    return Connection(*open_connection(endpoint, timeout, protocol, transport))
 
 
 class Connection:
@@ -49,10 +57,11 @@ class Connection:
     later calls say so.
     """
 
-    def __init__(self, stream: ByteStream, greeting: Greeting, dialect: Dialect) -> None:
+    def __init__(self, stream: ByteStream, greeting: Greeting, dialect: Dialect, carrier: Carrier) -> None:
         self._channel = Channel(stream, dialect)
         self._greeting = greeting
-        self._transport = _describe(stream, greeting, dialect)
+        self._stream = stream
+        self._transport = MappingProxyType({**carrier.as_dict(), **_addresses(stream)})
         self._device_count: int | None = None
 
     def __enter__(self) -> Self:
@@ -89,8 +98,12 @@ class Connection:
 
     @property
     def transport(self) -> Mapping[str, object]:
-        """What carries the bytes and why: ``kind`` (``"tcp"``), ``reason`` in words, ``local`` and ``peer``
-        addresses.
+        """What carries the bytes and why.
+
+        ``kind`` (``"tcp"`` or ``"rdma"``), ``reason`` in words, ``device``, ``gid`` and ``send_depth`` (SENDs of 256
+        KiB in flight; all three None on TCP), ``registration`` (what was tried to get memory for them, a list of
+        mappings), ``local`` and ``peer`` addresses; on RDMA also ``port``, ``gid_index``, ``gid_type``, ``mtu`` and
+        ``inline`` (bytes) and ``pair``, the queue pair's number. docs/rdma.md has more.
         """
         return self._transport
 
@@ -188,26 +201,23 @@ class Connection:
             device=device,
         )
 
+    def register(self, buffer: Data) -> RegisteredMemory:
+        """Pin a buffer's memory, so that what is pushed or written out of it goes over RDMA without a copy.
+
+        For arrays (or any contiguous buffer) that are sent more than once, or are large. What cannot be pinned (over
+        TCP, over the limit of locked memory, a mapping the device refuses) is sent as always: the result says so. Let
+        go of it with ``close`` or a ``with`` block; the buffer stays alive until then, or until the connection is
+        closed. `LoadProfile` counts what was sent either way.
+
+        ConfigError for what is no contiguous buffer of at least one byte, TransportError if the connection is closed.
+        """
+        self._channel.check_open("register")
+        return register(self._stream, buffer)
+
     def _count(self) -> int:
         if self._device_count is None:
             self._device_count = devices.device_count(self._channel)
         return self._device_count
-
-
-def _describe(stream: ByteStream, greeting: Greeting, dialect: Dialect) -> Mapping[str, object]:
-    if not dialect.rdma:
-        offer = f"protocol {dialect.text} knows nothing else"
-    elif any(greeting.caps):
-        offer = "the server offers RDMA"
-    else:
-        offer = "the server offers nothing else"
-    return MappingProxyType(
-        {
-            "kind": stream.kind,
-            "reason": f"this release of weightwire has no other transport than TCP; {offer}",
-            **_addresses(stream),
-        }
-    )
 
 
 def _addresses(stream: ByteStream) -> dict[str, str]:

@@ -86,7 +86,7 @@ def _push(
     progress: ProgressCallback | None,
     device: int,
 ) -> PushResult:
-    calls = channel.calls
+    calls, copies = channel.calls, channel.copies
     recorder.switch(Stage.ALLOC)
     placed = place(channel, tensors, device, owned)
     recorder.switch(Stage.OTHER)
@@ -112,6 +112,9 @@ def _push(
         model.check_unchanged()
         recorder.switch(Stage.OTHER)
     recorder.calls = channel.calls - calls
+    recorder.direct_bytes, recorder.copied_bytes = (
+        max(now - before, 0) for now, before in zip(channel.copies, copies, strict=True)
+    )
     profile = recorder.finish()
     summary = PushSummary(
         tensors=len(placed),

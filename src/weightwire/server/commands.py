@@ -35,13 +35,14 @@ class Commands:
 
     ``handlers`` maps a command to the method that serves it: it takes the request's payload and returns the answer's,
     or None where it has sent the answer itself. ``tensor`` is the name of the tensor at hand, for messages.
+    ``stream`` may be exchanged between requests.
     """
 
     def __init__(
         self, stream: ByteStream, dialect: Dialect, buffers: BufferTable, staging: Staging, capacity: Capacity
     ) -> None:
         self.tensor: str | None = None
-        self._stream = stream
+        self.stream = stream
         self._dialect = dialect
         self._buffers = buffers
         self._staging = staging
@@ -138,13 +139,13 @@ class Commands:
         start = located.range(request.offset, request.nbytes)
         head = response_header(request.nbytes)
         if not request.nbytes:
-            self._stream.send(head)
+            self.stream.send(head)
             return
         block = located.buffer.memory
         if block.direct is not None:
-            self._stream.send(head, block.direct.look(start, request.nbytes))
+            self.stream.send(head, block.direct.look(start, request.nbytes))
         else:
-            self._stream.send(head)
+            self.stream.send(head)
             self._send_read(block.destination, start, request.nbytes)
 
     def _get_tensor_2d(self, body: bytes) -> None:
@@ -152,7 +153,7 @@ class Commands:
         located = self._locate(request.tensor)
         start = check_rows(located, request)
         row, rows, stride = request.nbytes, request.n_copies, request.stride
-        self._stream.send(response_header(row * rows))
+        self.stream.send(response_header(row * rows))
         if not row or not rows:
             return
         block = located.buffer.memory
@@ -161,7 +162,7 @@ class Commands:
         if row >= DIRECT_ROW or rows == 1:
             for at in range(start, start + rows * max(stride, 1), max(stride, 1)):
                 if block.direct is not None:
-                    self._stream.send(block.direct.look(at, row))
+                    self.stream.send(block.direct.look(at, row))
                 else:
                     self._send_read(block.destination, at, row)
             return
@@ -176,13 +177,13 @@ class Commands:
             else:
                 for index in range(count):
                     block.destination.read(at + index * stride, packed[index * row : (index + 1) * row])
-            self._stream.send(packed)
+            self.stream.send(packed)
 
     def _send_read(self, destination: Destination, start: int, nbytes: int) -> None:
         for done in range(0, nbytes, STAGING_BYTES):
             piece = self._staging.take(min(nbytes - done, STAGING_BYTES))
             destination.read(start + done, piece)
-            self._stream.send(piece)
+            self.stream.send(piece)
 
     def _copy_tensor(self, body: bytes) -> bytes:
         request = self._dialect.decode_copy_tensor(body)

@@ -15,7 +15,7 @@ from typing import Final, Self
 
 from weightwire.cache.store import TensorCache
 from weightwire.config import RETAIN_MODES, checked_seconds
-from weightwire.errors import ConfigError, TransportError
+from weightwire.errors import ConfigError, RdmaUnavailable, TransportError
 from weightwire.server import arguments
 from weightwire.server.capacity import Capacity
 from weightwire.server.destinations import Destination, HostMemory
@@ -24,8 +24,10 @@ from weightwire.server.served import Registry, ServedTensor
 from weightwire.server.session import Services, Session
 from weightwire.server.waiting import WaitingRoom
 from weightwire.transport.address import format_sockaddr
+from weightwire.transport.devices import list_devices
 from weightwire.transport.memory import available_memory
 from weightwire.transport.tcp import TcpStream, listen_tcp
+from weightwire.transport.upgrade import check_transport
 from weightwire.wire import CACHE_BIT, Greeting, described_version
 
 __all__ = ["Server"]
@@ -51,7 +53,8 @@ class Server:
     together may hold, each buffer rounded up to 4096 (default: what is available when the server starts). A client
     must say HELLO within ``hello_timeout`` seconds and may not pause longer than ``stall_timeout`` seconds within a
     request. Clients beyond ``max_clients`` wait unanswered for a place, 64 of them and each for ``hello_timeout``
-    seconds, and are turned away after that.
+    seconds, and are turned away after that. ``transport`` is ``"auto"`` (RDMA with clients that offer it, where this
+    machine can; TCP otherwise), ``"tcp"``, or ``"rdma"``: clients that do not come over RDMA are turned away.
 
     Nothing happens before `start`. Raises ConfigError for arguments that cannot be used.
     """
@@ -70,6 +73,7 @@ class Server:
         max_clients: int = 64,
         hello_timeout: float = 10.0,
         stall_timeout: float = 60.0,
+        transport: str = "auto",
     ) -> None:
         self._host = arguments.host_name(host)
         self._port = arguments.whole_number("port", port, 0, 65535)
@@ -89,6 +93,11 @@ class Server:
         self._max_clients = arguments.whole_number("max_clients", max_clients, 1, _MAX_CLIENTS)
         self._hello_timeout = checked_seconds("hello_timeout", hello_timeout)
         self._stall_timeout = checked_seconds("stall_timeout", stall_timeout)
+        self._transport = check_transport(transport)
+        if transport == "rdma" and not self._dialect.rdma:
+            raise ConfigError(
+                f"transport='rdma', and protocol {self._dialect.text} has no RDMA", hint="4.0 and newer have it"
+            )
         self._registry = Registry(keep=retain == "process", on_tensor=on_tensor)
 
         # Reentrant, for a signal handler that closes the server.
@@ -110,8 +119,9 @@ class Server:
     def start(self) -> Self:
         """Listen, and accept clients on a thread of the server's own. Returns the server.
 
-        Raises TransportError where it cannot listen there, ConfigError if the cache's directory cannot be made or the
-        server has been closed or was started by another process. Does nothing if it has been started.
+        Raises TransportError where it cannot listen there, RdmaUnavailable where RDMA is required and there is no
+        device, ConfigError if the cache's directory cannot be made or the server has been closed or was started by
+        another process. Does nothing if it has been started.
         """
         if self._elsewhere():
             raise ConfigError("this server runs in the process that started it", hint="make a new one after a fork")
@@ -120,6 +130,12 @@ class Server:
                 raise ConfigError("this server has been closed", hint="make a new one")
             if self._started:
                 return self
+            if self._transport == "rdma" and not list_devices():
+                raise RdmaUnavailable(
+                    "RDMA is required, and this machine has no RDMA device",
+                    reason="this machine has no RDMA device",
+                    hint="transport 'auto' does without where it must",
+                )
             cache = self._cache_at
             if cache is not None and not isinstance(cache, TensorCache):
                 cache = TensorCache(cache)
@@ -133,6 +149,7 @@ class Server:
                 destination=self._destination,
                 hello_timeout=self._hello_timeout,
                 stall_timeout=self._stall_timeout,
+                transport=self._transport,
             )
             self._listen()
             self._started = True

@@ -36,7 +36,8 @@ DIRECT_ROW: Final = 32 << 10
 
 
 class Receiver:
-    """Takes in the payloads of one client. ``tensor`` is the name of the one at hand, for messages."""
+    """Takes in the payloads of one client. ``tensor`` is the name of the one at hand, for messages; ``stream``
+    may be exchanged between requests."""
 
     def __init__(
         self,
@@ -47,7 +48,7 @@ class Receiver:
         cache: TensorCache | None,
     ) -> None:
         self.tensor: str | None = None
-        self._stream = stream
+        self.stream = stream
         self._dialect = dialect
         self._buffers = buffers
         self._staging = staging
@@ -59,7 +60,7 @@ class Receiver:
         nbytes = size - self._head_bytes
         if nbytes < 0:
             raise BadRequest(f"{size} bytes declared, and its header alone has {self._head_bytes}")
-        request = self._dialect.decode_set_tensor(self._stream.recv(self._head_bytes))
+        request = self._dialect.decode_set_tensor(self.stream.recv(self._head_bytes))
         located = self._locate(request.tensor)
         start = located.range(request.offset, nbytes)
         buffer = located.buffer
@@ -91,7 +92,7 @@ class Receiver:
         head_bytes = self._dialect.min_request_bytes(Command.SET_TENSOR_2D)
         if size < head_bytes:
             raise BadRequest(f"{size} bytes declared, and its header alone has {head_bytes}")
-        request = self._dialect.decode_set_tensor_2d(self._stream.recv(head_bytes))
+        request = self._dialect.decode_set_tensor_2d(self.stream.recv(head_bytes))
         located = self._locate(request.tensor)
         row, rows, stride = request.nbytes, request.n_copies, request.stride
         start = check_rows(located, request)
@@ -174,7 +175,7 @@ class Receiver:
         for done in range(0, nbytes, _PIECE):
             piece = window[done : done + _PIECE]
             block.reached(start + done + piece.nbytes)
-            self._stream.recv_into(piece)
+            self.stream.recv_into(piece)
             if hashed:
                 # Now, while the piece is still warm in the processor's cache.
                 digest = fnv1a64(piece, digest)
@@ -185,7 +186,7 @@ class Receiver:
         digest = FNV_OFFSET
         for done in range(0, nbytes, STAGING_BYTES):
             piece = self._staging.take(min(nbytes - done, STAGING_BYTES))
-            self._stream.recv_into(piece)
+            self.stream.recv_into(piece)
             if writer is not None:
                 digest = fnv1a64(piece, digest)
                 writer.write(piece)
@@ -197,7 +198,7 @@ class Receiver:
         for first in range(0, rows, batch):
             count = min(batch, rows - first)
             packed = self._staging.take(count * row)
-            self._stream.recv_into(packed)
+            self.stream.recv_into(packed)
             at = start + first * stride
             if block.direct is not None:
                 extent = (count - 1) * stride + row

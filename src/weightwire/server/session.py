@@ -6,10 +6,10 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from weightwire.cache.store import TensorCache
-from weightwire.errors import PeerClosed, ProtocolError, TransferTimeout, TransportError
+from weightwire.errors import PeerClosed, ProtocolError, RdmaUnavailable, TransferTimeout, TransportError
 from weightwire.server.buffers import BufferTable
 from weightwire.server.capacity import Capacity
 from weightwire.server.commands import Commands
@@ -20,8 +20,12 @@ from weightwire.server.receive import Receiver
 from weightwire.server.served import Registry
 from weightwire.server.staging import Staging
 from weightwire.transport.base import ByteStream
+from weightwire.transport.rdma import RdmaStream
+from weightwire.transport.tcp import TcpStream
+from weightwire.transport.upgrade import ASKED_FOR_TCP, Carrier, accept, on_tcp, refused
 from weightwire.wire import COMPUTE_COMMANDS, EMPTY_RESPONSE, Command, Dialect, Greeting, parse_u64, response_header
 from weightwire.wire.answers import encode_u8_answer
+from weightwire.wire.hello import NO_CAPS
 
 __all__ = ["Services", "Session"]
 
@@ -41,19 +45,23 @@ class Services:
     destination: Callable[[int, int], Destination]
     hello_timeout: float
     stall_timeout: float
+    transport: str
 
 
 class Session:
     """Serves one client on the thread that calls `run`; `stop` may be called from any other."""
 
-    def __init__(self, stream: ByteStream, services: Services) -> None:
+    def __init__(self, stream: TcpStream, services: Services) -> None:
         self.client = stream.endpoint
-        self._stream = stream
+        self._tcp = stream
+        self._stream: ByteStream = stream
         self._services = services
         self._dialect = services.dialect
         self._stopping = threading.Event()
         self._doing: int = Command.HELLO
         self._inside = False
+        self._untried = False
+        """Whether the client has been offered RDMA and not been heard there yet."""
         self._connected_at: float | None = None
         self._set_answered = services.dialect.answered(Command.SET_TENSOR)
         self._buffers = BufferTable(
@@ -81,7 +89,7 @@ class Session:
             if self._hello():
                 self._connected_at = time.monotonic()
                 logger.info("%s: connected", self.client)
-                while self._request():
+                while self._first() if self._untried else self._request():
                     pass
         except (BadRequest, ProtocolError) as error:
             self._complain(str(error))
@@ -145,14 +153,64 @@ class Session:
             expected = self._dialect.hello_request_bytes
             if size != expected:
                 raise BadRequest(f"{size} bytes declared, and protocol {self._dialect.text} has {expected}")
-            self._trickle(expected, deadline)
+            caps = self._trickle(expected, deadline)
         except TransferTimeout:
             raise BadRequest(f"it did not come within {self._services.hello_timeout:g} s") from None
-        answer = self._services.greeting.encode()
-        self._stream.timeout = self._services.stall_timeout
-        self._stream.send(response_header(len(answer)), answer)
+        self._tcp.timeout = self._services.stall_timeout
+        greeting = self._services.greeting
+        if expected:
+            greeting = replace(greeting, caps=self._carry(caps))
+        answer = greeting.encode()
+        self._tcp.send(response_header(len(answer)), answer)
         self._inside = False
         return True
+
+    def _carry(self, caps: bytes) -> bytes:
+        """Move to RDMA if the client offers it and we can; our capabilities, for the answer."""
+        if self._services.transport == "tcp":
+            self._stay(on_tcp(ASKED_FOR_TCP))
+            return NO_CAPS
+        accepted = accept(self._tcp, caps)
+        if isinstance(accepted, Carrier):
+            self._stay(accepted)
+            return NO_CAPS
+        stream, ours = accepted
+        self._use(stream)
+        self._untried = True
+        return ours
+
+    def _stay(self, carrier: Carrier) -> None:
+        """The connection stays on TCP. BadRequest if that will not do."""
+        if self._services.transport == "rdma":
+            raise BadRequest(f"RDMA is required here: {carrier.reason}")
+        carrier.log(self.client)
+
+    def _use(self, stream: ByteStream) -> None:
+        self._stream = self._receiver.stream = self._commands.stream = stream
+        if self._stopping.is_set():
+            # `stop` may have met the one before.
+            stream.shutdown()
+
+    def _first(self) -> bool:
+        """The first request over RDMA: it comes soon, or over TCP after all. False if the client has closed instead.
+
+        Neither side of a stock connection hears whether the other got as far as RDMA (docs/protocol.md, section 8).
+        """
+        stream = self._stream
+        assert isinstance(stream, RdmaStream)
+        self._untried = False
+        try:
+            return self._request(self._services.stall_timeout)
+        except RdmaUnavailable as error:
+            if self._inside:
+                raise  # an embedder's, about something else
+            self._use(stream.detach())
+            self._stay(replace(refused(error), serious=True))
+            return True
+        except TransferTimeout as error:
+            if self._inside:
+                raise
+            raise BadRequest(f"the client agreed on RDMA, and sent nothing for {error.elapsed:.1f} s") from None
 
     def _trickle(self, nbytes: int, deadline: float) -> bytes:
         """Read ``nbytes`` bytes by the deadline, however slowly they come: each byte alone counts as progress to the
@@ -162,12 +220,14 @@ class Session:
 
     # Everything after it.
 
-    def _request(self) -> bool:
-        """Serve one request. False if the client has closed instead of sending one."""
+    def _request(self, patience: float | None = None) -> bool:
+        """Serve one request, if it comes within ``patience`` seconds. False if the client has closed instead of sending
+        one.
+        """
         stream = self._stream
         self._receiver.tensor = self._commands.tensor = None
         # Between requests a client may be silent for as long as it likes.
-        first = stream.recv_or_eof(1, timeout=None)
+        first = stream.recv_or_eof(1, timeout=patience)
         if first is None:
             return False
         number = self._doing = first[0]

@@ -3,35 +3,55 @@
 Servers of protocol 4 and newer take a HELLO of 24 bytes and close on an empty one; older ones do the reverse. So the
 24-byte form goes first, and a connection that closes without an answer is made again with the empty form. A refusal of
 either form comes at once; a server that holds the connection first is full, or busy with somebody else.
+
+The 24 bytes offer RDMA where this machine can. If both ends have agreed on it, nobody confirms that it works
+(section 8): a first small request finds out, within a few seconds, and otherwise the connection is made again on TCP.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import NamedTuple
 
 from weightwire.config import checked_seconds
 from weightwire.errors import (
     PeerClosed,
     ProtocolError,
+    RdmaUnavailable,
     ServerBusy,
     TransferTimeout,
+    TransportError,
     VersionError,
 )
 from weightwire.transport.base import ByteStream
-from weightwire.transport.tcp import connect_tcp
+from weightwire.transport.rdma import REQUESTS, RdmaOffer
+from weightwire.transport.tcp import TcpStream, connect_tcp
+from weightwire.transport.upgrade import (
+    ASKED_FOR_TCP,
+    Carrier,
+    carried_by,
+    check_transport,
+    offer,
+    on_tcp,
+    refused,
+)
 from weightwire.wire.commands import Command
 from weightwire.wire.dialect import DIALECTS, OURS, Dialect, described_version, dialect_for
 from weightwire.wire.framing import RESPONSE_HEADER_BYTES, parse_u64, request_header
 from weightwire.wire.hello import NO_CAPS, Greeting, decode_hello_answer, encode_hello_request
 
-__all__ = ["open_connection"]
+__all__ = ["Opened", "open_connection"]
 
 _log = logging.getLogger(__name__)
 
 _ANSWER_BYTES = {True: 28, False: 3}
 """Payload of the answer by whether HELLO carried capabilities."""
 
+_TRIAL = 5.0
+"""Seconds at most for the first request over RDMA."""
 
 _HELD = 1.0
 """Seconds; a server that keeps us waiting for longer than this and then closes did not do so over the form of HELLO."""
@@ -42,19 +62,57 @@ _BUSY_HINT = (
 )
 
 
-def open_connection(endpoint: str, timeout: float, protocol: str | None = None) -> tuple[ByteStream, Greeting, Dialect]:
+class Opened(NamedTuple):
+    """A connection on which HELLO has been exchanged."""
+
+    stream: ByteStream
+    greeting: Greeting
+    dialect: Dialect
+    carrier: Carrier
+
+
+class _Unusable(Exception):
+    """RDMA was agreed on in HELLO and does not work; the argument is why. The connection is closed."""
+
+
+def open_connection(endpoint: str, timeout: float, protocol: str | None = None, transport: str = "auto") -> Opened:
     """Connect to ``endpoint`` ("host:port"), exchange HELLO and settle the dialect, within ``timeout`` seconds in all.
 
     ``protocol`` (such as ``"7.0.0"``) is the caller's word that the server speaks that version, whatever it announces.
     The stream's own ``timeout`` is set to ``timeout``: every later wait without progress ends after so many seconds.
+    ``transport`` is ``"auto"`` (RDMA where both ends can, TCP otherwise), ``"tcp"`` or ``"rdma"``. Where RDMA was
+    agreed on and its first request is not answered within 5 seconds (or ``timeout``), the connection is made once more
+    on TCP, with another ``timeout`` seconds for that.
 
     Raises ConfigError for a bad argument, VersionError for a server that is too old or announces a major nobody
     described (nothing is sent after HELLO), ProtocolError for an answer that is no HELLO answer, ServerBusy when the
     server took the connection and said nothing until the time was over or, after a while, it closed; TransferTimeout,
-    PeerClosed and TransportError for the rest. In every case the socket is closed again.
+    PeerClosed and TransportError for the rest; RdmaUnavailable if RDMA was required and cannot be had. In every case
+    the socket is closed again.
     """
     timeout = checked_seconds("timeout", timeout)
+    required = check_transport(transport) == "rdma"
     forced = None if protocol is None else described_version(protocol).dialect
+    barred = on_tcp(ASKED_FOR_TCP) if transport == "tcp" else None
+    try:
+        opened = _open(endpoint, timeout, forced, barred, required)
+    except _Unusable as failure:
+        error = failure.args[0]
+        reason = f"RDMA was agreed on and does not work: {error.detail}"
+        if required:
+            raise RdmaUnavailable(f"{endpoint}: {reason}", reason=reason, endpoint=endpoint) from error
+        _log.warning("%s: %s; connecting again on TCP", endpoint, reason)
+        try:
+            opened = _open(endpoint, timeout, forced, replace(refused(error), reason=reason, serious=False), required)
+        except ServerBusy as busy:
+            busy.hint = f"{reason}; the server may still wait there, and with transport='tcp' is not asked to"
+            raise
+    opened.carrier.log(opened.stream.endpoint)
+    return opened
+
+
+def _open(endpoint: str, timeout: float, forced: Dialect | None, barred: Carrier | None, required: bool) -> Opened:
+    """One attempt: on TCP if ``barred`` says why."""
     deadline = time.monotonic() + timeout
     held = 0.0
     for caps_form in (True, False):
@@ -64,13 +122,20 @@ def open_connection(endpoint: str, timeout: float, protocol: str | None = None) 
             if held > _HELD:
                 raise _busy(endpoint, timeout) from error
             raise
-        try:
+        with ExitStack() as undo:
+            undo.callback(stream.close)
+            wanted = caps_form and barred is None and (forced is None or forced.rdma)
+            offered = offer(stream) if wanted else None
+            if isinstance(offered, RdmaOffer):
+                undo.callback(offered.close)
+            elif offered is not None and required:
+                raise offered
             asked = time.monotonic()
-            answer = _hello(stream, caps_form, deadline, timeout)
+            caps = offered.caps if isinstance(offered, RdmaOffer) else NO_CAPS
+            answer = _hello(stream, caps if caps_form else None, deadline, timeout)
             if answer is None:
                 held = max(held, time.monotonic() - asked)
                 _log.debug("%s closed on the %s form of HELLO", endpoint, "24-byte" if caps_form else "empty")
-                stream.close()
                 continue
             greeting = decode_hello_answer(answer)
             dialect = forced or _dialect(stream.endpoint, greeting)
@@ -79,10 +144,18 @@ def open_connection(endpoint: str, timeout: float, protocol: str | None = None) 
                     "%s announces protocol %s; speaking %s to it, as asked", stream.endpoint, greeting.text, forced.text
                 )
             stream.timeout = timeout
-            return stream, greeting, dialect
-        except BaseException:
-            stream.close()
-            raise
+            settled, carrier = _settle(stream, greeting, dialect, offered, barred)
+            if settled is not stream:
+                undo.callback(settled.close)
+                _try_out(settled, dialect, min(timeout, _TRIAL))
+            elif required:
+                raise RdmaUnavailable(
+                    f"{stream.endpoint}: {carrier.reason}", reason=carrier.reason, endpoint=stream.endpoint
+                )
+            elif isinstance(offered, RdmaOffer):
+                offered.close()
+            undo.pop_all()
+            return Opened(settled, greeting, dialect, carrier)
     if held > _HELD:
         raise ServerBusy(
             f"{endpoint} took the connection, did not answer HELLO for {held:.1f} s, and closed",
@@ -97,6 +170,54 @@ def open_connection(endpoint: str, timeout: float, protocol: str | None = None) 
         theirs="older than 1.0",
         hint="check that a ggml RPC server of April 2025 or newer listens there, and read its log",
     )
+
+
+def _settle(
+    tcp: TcpStream,
+    greeting: Greeting,
+    dialect: Dialect,
+    offered: RdmaOffer | RdmaUnavailable | None,
+    barred: Carrier | None,
+) -> tuple[ByteStream, Carrier]:
+    """What carries the rest of the connection: the RDMA stream, if the server agreed, or ``tcp``.
+
+    Raises _Unusable if the server agreed and this side cannot: it will listen there only.
+    """
+    if barred is not None:
+        return tcp, barred
+    if not dialect.rdma:
+        return tcp, on_tcp(f"protocol {dialect.text} has no RDMA")
+    if isinstance(offered, RdmaUnavailable):
+        return tcp, refused(offered)
+    if offered is None or not any(greeting.caps):
+        return tcp, on_tcp("the server does not offer RDMA")
+    try:
+        stream = offered.activate(tcp, greeting.caps, REQUESTS)
+    except (ProtocolError, TransportError) as error:
+        raise _Unusable(error) from error
+    return stream, carried_by(stream)
+
+
+def _try_out(stream: ByteStream, dialect: Dialect, seconds: float) -> None:
+    """One small request over RDMA, answered within ``seconds``; _Unusable otherwise."""
+    deadline = time.monotonic() + seconds
+    before, stream.timeout = stream.timeout, seconds
+    got = bytearray()
+    want = RESPONSE_HEADER_BYTES + (dialect.answer_bytes(Command.DEVICE_COUNT) or 0)
+    try:
+        stream.send(request_header(Command.DEVICE_COUNT, 0))
+        if not _read(stream, got, want, deadline, seconds):
+            raise PeerClosed(f"{stream.endpoint} closed the connection", endpoint=stream.endpoint)
+    except TransferTimeout as error:
+        late = TransferTimeout(
+            f"the first request was not answered within {seconds:g} s", phase="rdma", elapsed=seconds
+        )
+        raise _Unusable(late) from error
+    except TransportError as error:
+        raise _Unusable(error) from error
+    if parse_u64(bytes(got[:RESPONSE_HEADER_BYTES])) != want - RESPONSE_HEADER_BYTES:
+        raise ProtocolError(f"{stream.endpoint} answered DEVICE_COUNT over RDMA with something else")
+    stream.timeout = before
 
 
 def _busy(endpoint: str, timeout: float) -> ServerBusy:
@@ -115,9 +236,11 @@ def _left(endpoint: str, deadline: float, timeout: float, phase: str) -> float:
     return left
 
 
-def _hello(stream: ByteStream, caps_form: bool, deadline: float, timeout: float) -> bytes | None:
-    """Send HELLO and return the answer's payload; ``None`` if the server closed without a byte."""
-    request = encode_hello_request(NO_CAPS if caps_form else None)
+def _hello(stream: ByteStream, caps: bytes | None, deadline: float, timeout: float) -> bytes | None:
+    """Send HELLO with ``caps``, or in the empty form, and return the answer's payload; ``None`` if the server closed
+    without a byte.
+    """
+    request = encode_hello_request(caps)
     got = bytearray()
     try:
         stream.timeout = _left(stream.endpoint, deadline, timeout, "hello")
@@ -127,7 +250,7 @@ def _hello(stream: ByteStream, caps_form: bool, deadline: float, timeout: float)
                 raise _cut_short(stream.endpoint, len(got))
             return None
         size = parse_u64(bytes(got))
-        wanted = _ANSWER_BYTES[caps_form]
+        wanted = _ANSWER_BYTES[caps is not None]
         if size != wanted:
             raise ProtocolError(
                 f"{stream.endpoint} answered HELLO with {size} bytes where {wanted} were expected",

@@ -18,7 +18,7 @@ from weightwire.hashing import fnv1a64
 
 pytestmark = pytest.mark.timeout(120)
 
-MEMBERS = {"endpoint", "endpoints", "port", "protocol", "cache", "retain", "memory", "pid"}
+MEMBERS = {"endpoint", "endpoints", "port", "protocol", "cache", "retain", "memory", "transport", "pid"}
 
 
 def endpoint_of(process: subprocess.Popen[str]) -> str:
@@ -79,14 +79,14 @@ def test_the_object_and_the_settings(spawn, finish, tmp_path: Path) -> None:
     cache = tmp_path / "deep" / "cache"
     process = spawn(
         *("serve", "--host", "localhost", "--port", "0", "--cache", str(cache), "--protocol", "5.1"),
-        *("--retain", "process", "--memory", "1.5GiB", "--json"),
+        *("--retain", "process", "--memory", "1.5GiB", "--transport", "tcp", "--json"),
     )
     report = json.loads(endpoint_of(process))
     assert set(report) == MEMBERS
     assert report["endpoint"] in report["endpoints"]
     assert report["endpoint"].endswith(f":{report['port']}")
     assert (report["protocol"], report["retain"], report["memory"]) == ("5.1", "process", 3 << 29)
-    assert (report["cache"], report["pid"]) == (str(cache), process.pid)
+    assert (report["cache"], report["pid"], report["transport"]) == (str(cache), process.pid, "tcp")
     assert cache.is_dir()
     with weightwire.connect(report["endpoint"]) as connection:
         assert connection.dialect.version == (5, 1)

@@ -262,7 +262,7 @@ def test_devices(protocol: tuple[int, int, int]) -> None:
         assert connection.max_size() == 2**64 - 1
         assert connection.transport["kind"] == "tcp"
         assert connection.transport["peer"] == scripted.endpoint
-        assert "TCP" in str(connection.transport["reason"])
+        assert connection.transport["reason"]
 
 
 @pytest.mark.parametrize("alignment", [0, 3, 2**63])

@@ -50,7 +50,7 @@ def held(tmp_path: Path) -> Iterator[Held]:
     server = StandIn()
     fd = os.open(path, os.O_RDONLY)
     with ScriptedServer(server) as scripted:
-        stream, _, dialect = open_connection(scripted.endpoint, 20.0)
+        stream, _, dialect, _ = open_connection(scripted.endpoint, 20.0)
         channel = Channel(stream, dialect)
         try:
             yield Held(path, fd, server, channel)

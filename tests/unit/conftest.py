@@ -1,0 +1,63 @@
+"""The stand-in libibverbs, for every test of RDMA that needs no device."""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+from collections.abc import Iterator
+
+import pytest
+from support.fakeverbs import FakeVerbs, build, cannot_build
+from support.rdma import connect_rdma
+from support.require import do_without
+
+from weightwire.transport.rdma import RdmaStream
+from weightwire.transport.tcp import TcpStream
+
+
+@pytest.fixture(scope="session")
+def fake_library(tmp_path_factory: pytest.TempPathFactory) -> FakeVerbs:
+    """The stand-in, loaded; the process has no other libibverbs from then on."""
+    why = cannot_build()
+    if why:
+        do_without("the stand-in libibverbs", why)
+    library = build(tmp_path_factory.mktemp("fake"))
+    os.environ["WEIGHTWIRE_LIBIBVERBS"] = str(library)
+    return FakeVerbs(library)
+
+
+@pytest.fixture
+def fake(fake_library: FakeVerbs, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeVerbs]:
+    """The stand-in as at the start; afterwards nothing may be open, and nothing misused."""
+    monkeypatch.delenv("GGML_RPC_NO_RDMA")
+    gc.collect()
+    fake_library.reset()
+    assert fake_library.handles() == {}
+    yield fake_library
+    gc.collect()
+    misuse, handles = fake_library.get("misuse"), fake_library.handles()
+    fake_library.reset()
+    assert handles == {}, "left open"
+    assert misuse == 0, "an object was destroyed before what is made of it, or an event was never acknowledged"
+
+
+@pytest.fixture
+def tcp_pair() -> Iterator[tuple[TcpStream, TcpStream]]:
+    """The client's and the server's end of a loopback connection."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        one = socket.create_connection(listener.getsockname())
+        other, _ = listener.accept()
+    client, server = TcpStream(one, 20.0), TcpStream(other, 20.0)
+    yield client, server
+    client.close()
+    server.close()
+
+
+@pytest.fixture
+def rdma_pair(fake: FakeVerbs, tcp_pair: tuple[TcpStream, TcpStream]) -> Iterator[tuple[RdmaStream, RdmaStream]]:
+    """The client's and the server's end of an RDMA connection over the stand-in."""
+    client, server = connect_rdma(*tcp_pair)
+    yield client, server
+    client.close()
+    server.close()
