@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -13,6 +14,8 @@ from typing import Protocol
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+# What carries a connection must not depend on the machine, nor on the stand-in libibverbs that another test opened.
+os.environ["GGML_RPC_NO_RDMA"] = "1"
 
 from prepare import peers, realmodel
 from prepare.run import why_no_model

@@ -73,7 +73,15 @@ def push(folder: str, endpoint: str, path: str, weights: bool) -> None:
 class StockPeer:
     """A stock server that stays, and a stock client started anew for every round."""
 
-    def __init__(self, folder: Path, path: Path, ranges: list[tuple[int, int]], *, cache: Path | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        path: Path,
+        ranges: list[tuple[int, int]],
+        *,
+        cache: Path | None = None,
+        host: str = "127.0.0.1",
+    ) -> None:
         from support.stock import StockServer
 
         self.name = "stock pair, cache" if cache else "stock pair"
@@ -81,7 +89,11 @@ class StockPeer:
         self._weights = cache is not None
         self.nbytes = sum(nbytes for _, nbytes in ranges)
         self._log = tempfile.TemporaryDirectory()
-        self._server = StockServer(folder, "7.0.0", Path(self._log.name) / "server.log", cache)
+        self._server = StockServer(folder, "7.0.0", Path(self._log.name) / "server.log", cache, host)
+
+    def server_output(self) -> str:
+        """What the server printed so far."""
+        return self._server.output()
 
     def round(self) -> float:
         arguments = [str(self._folder), self._server.endpoint, str(self._path), str(int(self._weights))]

@@ -10,7 +10,19 @@ import shutil
 import sys
 from pathlib import Path
 
-from prepare.base import CannotPrepare, lock, make_venv, pip, run, say, scratch, venv_python, write_atomically
+from prepare.base import (
+    CannotPrepare,
+    everything_required,
+    lock,
+    make_venv,
+    pip,
+    run,
+    say,
+    scratch,
+    venv_python,
+    write_atomically,
+)
+from prepare.peers import can_link_verbs
 
 #: What the wheel is made from; a change in any of it means another wheel.
 SOURCES = ("pyproject.toml", "CMakeLists.txt", "README.md", "LICENSE", "cmake", "csrc", "src")
@@ -92,6 +104,8 @@ def _build_wheel(tree: Path, python: Path, destination: Path) -> Path:
             destination,
             "--config-settings",
             setting,
+            "--config-settings",
+            f"cmake.define.WEIGHTWIRE_VERBS={_verbs()}",
             tree,
             what="building the wheel",
             timeout=1200,
@@ -100,6 +114,11 @@ def _build_wheel(tree: Path, python: Path, destination: Path) -> Path:
     if len(wheels) != 1:
         raise CannotPrepare(f"the build made {len(wheels)} wheels instead of one")
     return wheels[0]
+
+
+def _verbs() -> str:
+    """Whether RDMA is built in. Where nothing may be skipped it is an error that its headers are missing."""
+    return "on" if everything_required() or can_link_verbs() else "auto"
 
 
 def _works(folder: Path) -> bool:
@@ -122,7 +141,7 @@ def _fingerprint(tree: Path) -> dict[str, str]:
     requirements = hashlib.sha256((tree / "pyproject.toml").read_bytes()).hexdigest()
     # Where the environment stands belongs to it: a copied or moved tree must not run the programs of the old place.
     python = f"{sys.version} {os.path.realpath(sys.executable)} {venv_folder(tree)}"
-    return {"python": python, "requirements": requirements, "sources": _digest(tree)}
+    return {"python": python, "requirements": requirements, "sources": f"{_digest(tree)} verbs {_verbs()}"}
 
 
 def _digest(tree: Path) -> str:

@@ -7,6 +7,7 @@ sources inside the older sdists.
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import subprocess
@@ -28,10 +29,13 @@ from prepare.smoke import smoke
 
 PACKAGE = "llama-cpp-python"
 FULL_PROTOCOL, FULL_RELEASE = "7.0.0", "0.3.36"
-FULL_CMAKE_ARGS = "-DGGML_RPC=ON -DLLAVA_BUILD=OFF"
+# Not for this machine's processor alone: the guest in which RDMA is tested has another one.
+FULL_CMAKE_ARGS = "-DGGML_RPC=ON -DGGML_NATIVE=OFF -DLLAVA_BUILD=OFF"
 #: protocol -> release whose sdist holds it
 OLDER = {"2.0.0": "0.3.16", "3.6.1": "0.3.20", "4.0.0": "0.3.28", "5.0.0": "0.3.35"}
 PROTOCOLS = (*OLDER, FULL_PROTOCOL)
+#: Those that can do RDMA, if they are built where programs can be linked against libibverbs.
+WITH_RDMA = ("4.0.0", "5.0.0", FULL_PROTOCOL)
 
 # Only storing and fetching is wanted of the old ones, so what makes them compute fast (and compile slowly) is left out.
 _OLDER_OPTIONS = (
@@ -146,7 +150,7 @@ def _recorded(folder: Path) -> str:
 def _recipe(protocol: str) -> str:
     if protocol == FULL_PROTOCOL:
         return f"{PACKAGE} {FULL_RELEASE} {FULL_CMAKE_ARGS} {'with' if can_link_verbs() else 'without'} verbs\n"
-    return f"{PACKAGE} {OLDER[protocol]} {' '.join(_OLDER_OPTIONS)}\n"
+    return f"{PACKAGE} {OLDER[protocol]} {' '.join(_older_options(protocol))}\n"
 
 
 def _trouble(protocol: str) -> str | None:
@@ -163,6 +167,7 @@ def _trouble(protocol: str) -> str | None:
     return f"not running ({trouble})" if trouble else None
 
 
+@functools.cache
 def can_link_verbs() -> bool:
     """True when programs can be linked against libibverbs here; the newest peer is then built with RDMA."""
     compiler = shutil.which("c++") or shutil.which("g++")
@@ -173,6 +178,12 @@ def can_link_verbs() -> bool:
     return subprocess.run(command, input=program, capture_output=True, check=False).returncode == 0
 
 
+def _older_options(protocol: str) -> tuple[str, ...]:
+    if protocol not in WITH_RDMA or not can_link_verbs():
+        return _OLDER_OPTIONS
+    return (*_OLDER_OPTIONS, "-DGGML_RPC_RDMA=ON")
+
+
 def _build_full() -> None:
     say(f"building {PACKAGE} {FULL_RELEASE} from its sdist (about five minutes on two cores, once)")
     folder = peer_folder(FULL_PROTOCOL)
@@ -181,6 +192,8 @@ def _build_full() -> None:
     pip(
         python,
         "install",
+        # What pip kept of an earlier build may be of other options, which it does not look at.
+        "--no-cache-dir",
         "--no-binary",
         PACKAGE,
         f"{PACKAGE}=={FULL_RELEASE}",
@@ -214,7 +227,7 @@ def _build_older(protocol: str, tools: Path) -> None:
             "Ninja",
             f"-DGGML_SOURCE={source}",
             output,
-            *_OLDER_OPTIONS,
+            *_older_options(protocol),
         ]
         run(configure, what=f"configuring ggml of {release}", timeout=300, env=path, log=log)
         compile_: list[str | Path] = [

@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from prepare.base import CannotPrepare, cache_directory, everything_required, locked, say
 from prepare.environment import prepare_environment
+from prepare.guest import prepare_kernel, prepare_packages
 from prepare.peers import peer_folder, prepare_peers
 from prepare.realmodel import model_path, prepare_model
+
+_GUEST = "the tests of RDMA in a guest"
 
 HELP = """usage: ./test [--require-all] [--prepare-only] [pytest options and paths]
 
@@ -18,8 +22,9 @@ HELP = """usage: ./test [--require-all] [--prepare-only] [pytest options and pat
   --prepare-only   set everything up and stop before the tests
 
 Everything else goes to pytest, for example: ./test tests/unit -k hello
-WEIGHTWIRE_TEST_CACHE names the folder for the stock peers and the real model (default: weightwire in the user's
-cache folder).
+WEIGHTWIRE_TEST_CACHE names the folder for the stock peers, the real model and the kernel of the guest that RDMA is
+tested in (default: weightwire in the user's cache folder). Run by root on Debian it installs the packages that the
+guest needs (tests/rdma/packages).
 """
 
 
@@ -37,12 +42,14 @@ def main(tree: Path, arguments: list[str]) -> None:
         os.environ.pop(name, None)
     started = time.monotonic()
     try:
+        # Before the wheel, as the headers are among them.
+        packaged = _prepare_packages()
         python = prepare_environment(tree)
     except CannotPrepare as problem:
         sys.exit(f"./test: cannot run the tests: {problem}")
     except KeyboardInterrupt:
         sys.exit(130)
-    missing = _prepare_shared()
+    missing = _prepare_shared(guest=packaged)
     say(f"ready after {time.monotonic() - started:.1f} s")
     if only_prepare:
         sys.exit(1 if missing and everything_required() else 0)
@@ -51,12 +58,28 @@ def main(tree: Path, arguments: list[str]) -> None:
     os.execv(python, [str(python), "-P", "-m", "pytest", *options])
 
 
-def _prepare_shared() -> bool:
-    """Prepare what lies in the cache folder; True when something is missing."""
-    missing = False
+def _prepare_packages() -> bool:
+    """Install what the guest needs; False when it cannot be had."""
+    try:
+        prepare_packages()
+    except CannotPrepare as problem:
+        _say_missing(_GUEST, str(problem))
+        return False
+    return True
+
+
+def _prepare_shared(*, guest: bool) -> bool:
+    """Prepare what lies in the cache folder, the guest's kernel too if there can be a guest; True when something is
+    missing."""
+    missing = not guest
     try:
         cache_directory().mkdir(parents=True, exist_ok=True)
-        with locked(cache_directory() / "lock", waiting="the stock peers and the real model"):
+        with (
+            ThreadPoolExecutor(1) as beside,
+            locked(cache_directory() / "lock", waiting="the stock peers and the real model"),
+        ):
+            # It mostly waits for the network, while the peers are compiled.
+            kernel = beside.submit(prepare_kernel) if guest else None
             try:
                 prepare_model()
                 _why_model().unlink(missing_ok=True)
@@ -70,6 +93,12 @@ def _prepare_shared() -> bool:
                 _say_missing(
                     f"the tests against the stock peer of protocol {protocol} ({peer_folder(protocol).name})", reason
                 )
+            try:
+                if kernel:
+                    kernel.result()
+            except CannotPrepare as problem:
+                missing = True
+                _say_missing(_GUEST, str(problem))
     except OSError as problem:
         missing = True
         _say_missing("the tests with stock peers and the real model", f"the cache folder cannot be used: {problem}")

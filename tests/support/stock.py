@@ -21,21 +21,24 @@ PATIENCE = 60.0
 
 
 class StockServer:
-    """A stock ggml-rpc server on a free port of 127.0.0.1, running once made. It serves one client at a time."""
+    """A stock ggml-rpc server on a free port of ``host``, running once made. It serves one client at a time."""
 
-    def __init__(self, library: Path, protocol: str, log: Path, cache: Path | None = None) -> None:
+    def __init__(
+        self, library: Path, protocol: str, log: Path, cache: Path | None = None, host: str = "127.0.0.1"
+    ) -> None:
         self.protocol = protocol
         self.cache = cache
         self._log = log
         for _ in range(5):
             # The server cannot pick a port, and one that was free may be taken before it listens.
             port = free_port()
-            self.endpoint = f"127.0.0.1:{port}"
+            self.endpoint = f"{host}:{port}"
             self._start(library)
             if self._wait_until_listening(port):
                 return
             self.stop()
-        raise AssertionError(f"the stock server of {protocol} does not start:\n{self.output()}")
+        code = self.process.returncode
+        raise AssertionError(f"the stock server of {protocol} does not start (exit code {code}):\n{self.output()}")
 
     def _start(self, library: Path) -> None:
         command = [sys.executable, HERE / "stock_server.py", library, self.endpoint]
@@ -106,6 +109,10 @@ class StockClient:
             with contextlib.suppress(BrokenPipeError):
                 pipe.close()
         self._errors.close()
+
+    def output(self) -> str:
+        """What the client printed so far, its answers apart."""
+        return (self._scratch / "stock-client.log").read_text(errors="replace")
 
     def _answer(self) -> Any:
         line = _pipe(self._process.stdout).readline()

@@ -1,0 +1,116 @@
+"""weightwire's pair beside the stock pair over RDMA, in the soft-RoCE guest: benchmarks/rdma_guest.py [--mib N]
+[--rounds N].
+
+Run by hand, by a Python in which weightwire is installed with RDMA, after ./test --prepare-only. Each round pushes the
+same bytes with each pair in turn, client and server in processes of their own, on a new connection: from allocating the
+tensors to the answer that proves the last byte arrived. Printed are the medians, and the median of the ratios of rounds
+that ran side by side.
+
+The guest's device is software on an emulated processor and no network card: times say nothing about one, and the ratio
+is only indicative.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+_HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(_HERE), str(_HERE.parent / "tests")]
+
+from harness.rounds import Peer, alternate  # noqa: E402  (found through the path set above)
+from harness.stock_pair import StockPeer  # noqa: E402
+from harness.weightwire_pair import WeightwirePeer  # noqa: E402
+from prepare import peers  # noqa: E402
+from prepare.guest import SOFTROCE  # noqa: E402
+from support.guest import ADDRESS  # noqa: E402
+
+import weightwire  # noqa: E402
+
+NOTE = "soft-RoCE under emulation is no network card: only the ratio means anything, and that little"
+_TENSORS = 4
+
+
+class RdmaPeer(WeightwirePeer):
+    """weightwire's pair, on RDMA or not at all; like the stock pair's, its clock starts once it is connected."""
+
+    def round(self) -> float:
+        with weightwire.connect(self.endpoint, transport="rdma") as connection:
+            started = time.perf_counter()
+            connection.push(self._model, cache="never")
+            return time.perf_counter() - started
+
+
+class RegisteredPeer(RdmaPeer):
+    """The same out of memory that is pinned before the clock starts, as an application would that keeps its arrays."""
+
+    def round(self) -> float:
+        arrays = {name: tensor.view() for name, tensor in self._model.tensors.items()}
+        copies = {name: memoryview(bytearray(array)) for name, array in arrays.items()}
+        with weightwire.connect(self.endpoint, transport="rdma") as connection:
+            for copy in copies.values():
+                connection.register(copy)
+            started = time.perf_counter()
+            connection.push(copies, cache="never")
+            return time.perf_counter() - started
+
+
+def measure(mib: int, rounds: int) -> dict[str, object]:
+    """Inside the guest: move ``mib`` MiB with each pair, ``rounds`` times after one that does not count."""
+    library = peers.peer_library(peers.FULL_PROTOCOL)
+    if library is None:
+        sys.exit(f"no stock peer here ({peers.why_missing(peers.FULL_PROTOCOL)})")
+    nbytes = mib << 20
+    with tempfile.NamedTemporaryFile(dir="/dev/shm", suffix=".safetensors") as file:
+        each = nbytes // _TENSORS
+        tensors = {
+            f"w{index}": {"dtype": "U8", "shape": [each], "data_offsets": [index * each, (index + 1) * each]}
+            for index in range(_TENSORS)
+        }
+        header = json.dumps(tensors).encode()
+        file.write(len(header).to_bytes(8, "little") + header)
+        start = file.tell()
+        file.write(os.urandom(nbytes))
+        file.flush()
+        ranges = [(start + index * each, each) for index in range(_TENSORS)]
+        path, serve = Path(file.name), ("--host", ADDRESS, "--transport", "rdma")
+        with contextlib.ExitStack() as stack:
+            stock = StockPeer(library, path, ranges, host=ADDRESS)
+            ours = RdmaPeer(path, serve=serve)
+            registered = RegisteredPeer(path, serve=serve, name="weightwire, registered memory")
+            turns: list[Peer] = [ours, stock, registered]
+            for peer in turns:
+                stack.callback(peer.close)
+            taken = alternate(turns, nbytes, rounds)
+            activated = stock.server_output().count("RDMA activated")
+    if activated != rounds + 1:
+        sys.exit(f"the stock pair was on RDMA in {activated} of {rounds + 1} rounds")
+    ratio = taken.ratio(registered.name, stock.name)
+    return {**taken.summary(ours.name), "registered memory: times as fast as the stock pair": ratio, "note": NOTE}
+
+
+def main() -> None:
+    """Boot the guest and run this script in it; inside, measure."""
+    parser = argparse.ArgumentParser(description=NOTE)
+    parser.add_argument("--mib", type=int, default=64, help="MiB to push in a round")
+    parser.add_argument("--rounds", type=int, default=7, help="rounds that count")
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.inside:
+        print(json.dumps(measure(options.mib, options.rounds), indent=2))
+        return
+    command = [sys.executable, __file__, "--inside", "--mib", str(options.mib), "--rounds", str(options.rounds)]
+    with tempfile.TemporaryDirectory() as shared:
+        guest = [SOFTROCE, "--share", shared, "--timeout", "900", "--", *command]
+        sys.exit(subprocess.run(guest, check=False).returncode)
+
+
+if __name__ == "__main__":
+    main()
