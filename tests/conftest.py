@@ -14,8 +14,6 @@ from typing import Protocol
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-# What carries a connection must not depend on the machine, nor on the stand-in libibverbs that another test opened.
-os.environ["GGML_RPC_NO_RDMA"] = "1"
 
 from prepare import peers, realmodel
 from prepare.run import why_no_model
@@ -49,6 +47,16 @@ class StartClient(Protocol):
     """Connects a stock client of some protocol to an endpoint."""
 
     def __call__(self, endpoint: str, protocol: str = peers.FULL_PROTOCOL) -> StockClient: ...
+
+
+@pytest.fixture(autouse=True)
+def rdma_only_where_asked_for() -> Iterator[None]:
+    """Keep on TCP what does not ask for more: it must not depend on the machine, nor on the stand-in libibverbs that
+    another test opened.
+    """
+    os.environ["GGML_RPC_NO_RDMA"] = "1"
+    yield
+    os.environ.pop("GGML_RPC_NO_RDMA", None)
 
 
 @pytest.fixture(autouse=True)

@@ -49,7 +49,8 @@ def test_the_core_under_sanitizers(tmp_path: Path, level: str) -> None:
 
 @pytest.mark.usefixtures("sanitizers")
 def test_no_call_asks_for_more_than_the_limit(tmp_path: Path) -> None:
-    sources = [*sorted((ROOT / "csrc").rglob("*.c")), Path(__file__).with_name("limits.c")]
+    core = [path for path in sorted((ROOT / "csrc").rglob("*.c")) if path.parent.name != "verbs"]
+    sources = [*core, Path(__file__).with_name("limits.c")]
     wrap = "-Wl,--wrap=sendmsg,--wrap=recv"
     built = compile_c(sources, tmp_path / "limits", "-O1", *SANITIZE, "-DWW_SYSCALL_MAX=((size_t)4096)", wrap)
     assert built.returncode == 0, built.stderr

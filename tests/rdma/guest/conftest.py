@@ -14,7 +14,10 @@ from support.guest import ADDRESS, ServeProcess
 from support.require import do_without
 from support.stock import StockServer
 
-os.environ.pop("GGML_RPC_NO_RDMA", None)
+
+@pytest.fixture(autouse=True)
+def rdma_only_where_asked_for() -> None:
+    """Takes the place of the fixture that keeps other tests on TCP."""
 
 
 @pytest.fixture(scope="session")
