@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from support.require import do_without
 from support.tree import tree_files
 
 WRITTEN = ["README.md", "src/weightwire/errors.py", "tests/unit/test_config.py"]
@@ -37,7 +38,7 @@ def test_without_git(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_inside_a_checkout_that_ignores_it(tmp_path: Path) -> None:
     if shutil.which("git") is None:
-        pytest.skip("there is no git here")
+        do_without("git", "it is not on the path")
     subprocess.run(["git", "init", "-q", tmp_path], check=True)
     (tmp_path / ".gitignore").write_text("*\n")
     (tmp_path / "inner").mkdir()
