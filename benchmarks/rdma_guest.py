@@ -1,5 +1,5 @@
 """weightwire's pair beside the stock pair over RDMA, in the soft-RoCE guest: benchmarks/rdma_guest.py [--mib N]
-[--rounds N].
+[--rounds N] [--mtu BYTES] [--cpus N] [--kernel PACKAGE ...].
 
 Run by hand, by a Python in which weightwire is installed with RDMA, after ./test --prepare-only. Each round pushes the
 same bytes with each pair in turn, client and server in processes of their own, on a new connection: from allocating the
@@ -7,7 +7,9 @@ tensors to the answer that proves the last byte arrived. Printed are the medians
 that ran side by side.
 
 The guest's device is software on an emulated processor and no network card: times say nothing about one, and the ratio
-is only indicative.
+is only indicative. Unless told otherwise the pairs are measured under two kernels, one guest after the other, as they
+differ in what matters here: whether a SEND that was posted proceeds beside the thread that posted it (Linux 6.12, as on
+a network card) or inside its call (6.1), where no sender can have more than one on its way.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import argparse
 import contextlib
 import json
 import os
+import platform
 import subprocess
 import sys
 import tempfile
@@ -34,6 +37,7 @@ from support.guest import ADDRESS  # noqa: E402
 
 import weightwire  # noqa: E402
 
+KERNELS = ("linux-image-6.12-amd64", "linux-image-amd64")
 NOTE = "soft-RoCE under emulation is no network card: only the ratio means anything, and that little"
 _TENSORS = 4
 
@@ -41,8 +45,12 @@ _TENSORS = 4
 class RdmaPeer(WeightwirePeer):
     """weightwire's pair, on RDMA or not at all; like the stock pair's, its clock starts once it is connected."""
 
+    mtu = 0
+    """Bytes in a packet, as the last connection had it."""
+
     def round(self) -> float:
         with weightwire.connect(self.endpoint, transport="rdma") as connection:
+            self.mtu = int(connection.transport["mtu"])
             started = time.perf_counter()
             connection.push(self._model, cache="never")
             return time.perf_counter() - started
@@ -92,24 +100,39 @@ def measure(mib: int, rounds: int) -> dict[str, object]:
             activated = stock.server_output().count("RDMA activated")
     if activated != rounds + 1:
         sys.exit(f"the stock pair was on RDMA in {activated} of {rounds + 1} rounds")
-    ratio = taken.ratio(registered.name, stock.name)
-    return {**taken.summary(ours.name), "registered memory: times as fast as the stock pair": ratio, "note": NOTE}
+    return {
+        "kernel": platform.release(),
+        "mtu": ours.mtu,
+        "cpus": os.cpu_count(),
+        **taken.summary(ours.name),
+        "registered memory: times as fast as the stock pair": taken.ratio(registered.name, stock.name),
+        "note": NOTE,
+    }
 
 
 def main() -> None:
-    """Boot the guest and run this script in it; inside, measure."""
+    """Boot the guests and run this script in them; inside, measure."""
     parser = argparse.ArgumentParser(description=NOTE)
     parser.add_argument("--mib", type=int, default=64, help="MiB to push in a round")
     parser.add_argument("--rounds", type=int, default=7, help="rounds that count")
+    parser.add_argument("--mtu", type=int, default=9000, help="the network interface's; RDMA's is the next one below")
+    parser.add_argument("--cpus", type=int, default=2, help="processors of the guest")
+    parser.add_argument(
+        "--kernel", nargs="+", default=KERNELS, metavar="PACKAGE", help="Debian's kernels to measure under"
+    )
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.inside:
         print(json.dumps(measure(options.mib, options.rounds), indent=2))
         return
     command = [sys.executable, __file__, "--inside", "--mib", str(options.mib), "--rounds", str(options.rounds)]
-    with tempfile.TemporaryDirectory() as shared:
-        guest = [SOFTROCE, "--share", shared, "--timeout", "900", "--", *command]
-        sys.exit(subprocess.run(guest, check=False).returncode)
+    guest = [str(SOFTROCE), "--mtu", str(options.mtu), "--cpus", str(options.cpus), "--timeout", "900"]
+    failed = 0
+    for kernel in options.kernel:
+        with tempfile.TemporaryDirectory() as shared:
+            there = [*guest, "--kernel", kernel, "--share", shared, "--", *command]
+            failed = subprocess.run(there, check=False).returncode or failed
+    sys.exit(failed)
 
 
 if __name__ == "__main__":
