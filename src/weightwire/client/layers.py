@@ -84,7 +84,9 @@ def parse_layers(text: str | None) -> Layers | None:
             continue
         match = _ITEM.fullmatch(item)
         if match is None or not item or item == "-":
-            raise ConfigError(f"layers: {reprlib.repr(item)} in {reprlib.repr(text)} is no range of layers", hint=_FORMS)
+            raise ConfigError(
+                f"layers: {reprlib.repr(item)} in {reprlib.repr(text)} is no range of layers", hint=_FORMS
+            )
         low, dash, high = match.groups()
         first = int(low or 0)
         last = (int(high) if high else _NO_END) if dash else first
