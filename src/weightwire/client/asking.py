@@ -106,7 +106,6 @@ class Questions:
         Tensors are asked for in the order of ``cached``, each once. ModelError where one cannot be read.
         """
         previous = self._recorder.switch(Stage.ASK)
-        self._feed.pool.check()
         position = self._positions[index]
         self._ask_ahead(position)
         question = self._questions[index]
@@ -135,8 +134,9 @@ class Questions:
         """Wait for the answers to all questions, before bytes follow them.
 
         The server reads and hashes each entry it has, and takes no bytes meanwhile. Seen from a send, several entries
-        in a row are one long stall; each answer is a sign of life.
+        in a row are one long stall; each answer is a sign of life. Raises what hashing ahead has failed with.
         """
+        self._feed.pool.check()
         if not self._open:
             return
         previous = self._recorder.switch(Stage.ASK)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -15,6 +16,8 @@ from weightwire.index import hash_with_digest
 from weightwire.ranges import FileRange
 
 __all__ = ["HashFeed", "HashPool"]
+
+_log = logging.getLogger(__name__)
 
 _LOOK: Final = 0.2
 """Seconds between two looks around while a hash is waited for: a tensor can take minutes."""
@@ -87,7 +90,13 @@ class HashPool:
         for number in range(min(self._count, work)):
             thread = threading.Thread(target=self._work, name=f"weightwire-hash-{number}")
             self._threads.append(thread)
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError as error:  # the system gives no more of them
+                self._threads.pop()
+                self._count = len(self._threads)
+                _log.warning("only %d of the threads that hash could be started: %s", self._count, error)
+                return
 
     def close(self) -> None:
         """Stop, within about a tenth of a second; afterwards nothing reads the payloads, so files may be closed."""
@@ -231,22 +240,19 @@ class HashFeed:
         """
         pool, index = self.pool, self._order[position]
         pool.check()
-        value = pool._hashes[index]
-        if value is not None:
-            return value
-        with pool._changed:
-            self._demand = max(self._demand, position)
-            pool._changed.notify_all()
-        while pool.threads == 0 and pool._hashes[index] is None:
+        here = pool.threads == 0
+        while (value := pool._hashes[index]) is None:
             with pool._changed:
-                mine = pool._state[index] is _State.WAITING
-                indices = self._take(pool._group) if mine else []
-            if not indices:
-                break  # another feed's thread is at it
-            self._hash_here(indices, watch)
-        pool._wait(lambda: pool._hashes[index] is not None, watch)
-        value = pool._hashes[index]
-        assert value is not None
+                self._demand = max(self._demand, position)
+                indices = self._take(pool._group) if here and pool._state[index] is _State.WAITING else []
+                pool._changed.notify_all()
+            if indices:
+                self._hash_here(indices, watch)
+            else:
+                # Without threads it is another feed's caller who is at it, and he may give up.
+                pool._wait(
+                    lambda: pool._state[index] is _State.DONE or (here and pool._state[index] is _State.WAITING), watch
+                )
         return value
 
     def release(self, position: int) -> None:
