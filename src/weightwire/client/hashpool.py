@@ -265,6 +265,17 @@ class HashFeed:
             self._let_go(index)
             pool._changed.notify_all()
 
+    def leave_out(self, positions: Collection[int]) -> None:
+        """Want the payloads at ``positions`` no more; those behind move up. Before the first `get`."""
+        with self.pool._changed:
+            gone = {self._order[position] for position in positions}
+            self._order = [index for index in self._order if index not in gone]
+            self._next = 0
+            for index in gone & self._held.keys():
+                self._held[index] = True
+                self._let_go(index)
+            self.pool._changed.notify_all()
+
     def close(self) -> None:
         """Want no more hashes; what another feed wants goes on."""
         with self.pool._changed:

@@ -84,9 +84,7 @@ def test_hashes_come_in_order(threads: int, group: int, count: int, no_leaks: Le
 
 
 @threads
-def test_several_feeds_hash_everything_once(
-    threads: int, monkeypatch: pytest.MonkeyPatch, no_leaks: LeakCheck
-) -> None:
+def test_several_feeds_hash_everything_once(threads: int, monkeypatch: pytest.MonkeyPatch, no_leaks: LeakCheck) -> None:
     """Whoever wants a payload, in whatever order, and on whatever thread."""
     count = 60
     payloads = random_payloads(count, 50_000)

@@ -170,7 +170,8 @@ def test_rows_of_512_are_neither_asked_about_nor_initialised(tmp_path: Path) -> 
 def test_when_the_cache_is_asked(flags: int, cache: str, asks: int) -> None:
     server = StandIn(flags=flags)
     result = run(
-        server, {"w": np.zeros(10 * MIB + 1, np.uint8), "at the limit": np.zeros(10 * MIB, np.uint8)},
+        server,
+        {"w": np.zeros(10 * MIB + 1, np.uint8), "at the limit": np.zeros(10 * MIB, np.uint8)},
         cache=cache,
         probe=False,
     )

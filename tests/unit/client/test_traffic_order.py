@@ -120,9 +120,7 @@ def test_doubles_are_sent_once_whatever_the_window(contents: dict[str, bytes], m
         assert sum(command == 6 for command, *_ in seen) == 1
 
 
-def test_questions_run_ahead_in_a_bounded_window(
-    contents: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_questions_run_ahead_in_a_bounded_window(contents: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     """With a warm cache there is nearly always a question on its way while an answer is waited for."""
     waiting: list[int] = []
     read = Channel.read_answer
