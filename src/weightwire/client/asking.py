@@ -130,6 +130,13 @@ class Questions:
         self._recorder.switch(previous)
         return good
 
+    def ask_again(self, index: int) -> tuple[bool, bool]:
+        """Whether the server has tensor ``index`` now, which was sent since, and whether its ends are right."""
+        self.hear_out()
+        question = self._ask(self._positions[index])
+        self._hear(question)
+        return question.hit, question.intact
+
     def hear_out(self) -> None:
         """Wait for the answers to all questions, before bytes follow them.
 
