@@ -178,7 +178,7 @@ def test_a_model_rewritten_while_it_is_pushed(
             os.truncate(model, 2 * LARGE)
 
     server = StandIn(flags=1, cache=cache_of(1))
-    with pytest.raises(ModelError, match="modified|shorter|written"):
+    with pytest.raises(ModelError, match=r"modified|shorter|written"):
         push(model, server, index=index, threads=threads, progress=change)
     assert done.is_set()
     assert rows(index) == {}
