@@ -60,6 +60,12 @@ def rdma_only_where_asked_for() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def no_index_of_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep whoever runs the tests out of them, and what the tests do out of their index of hashes."""
+    monkeypatch.setenv("WEIGHTWIRE_INDEX", "off")
+
+
+@pytest.fixture(autouse=True)
 def logging_as_before() -> Iterator[None]:
     """Undo what a test did to the loggers: the command line sets them up for its whole process."""
     loggers = [logging.root, logging.getLogger("weightwire")]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 __all__ = [
     "AllocationError",
+    "CacheError",
     "CompletionError",
     "ConfigError",
     "IntegrityError",
@@ -83,6 +84,18 @@ class IntegrityError(WeightwireError):
         self.name = name
         self.expected = expected
         self.actual = actual
+
+
+class CacheError(WeightwireError):
+    """A cache directory that cannot be read or written.
+
+    ``.path`` is the directory or the entry, ``.errno`` the operating system's error (``None`` where it had no part).
+    """
+
+    def __init__(self, detail: str, *, path: str = "", errno: int | None = None, hint: str = "") -> None:
+        super().__init__(detail, hint=hint)
+        self.path = path
+        self.errno = errno
 
 
 class AllocationError(WeightwireError, MemoryError):
