@@ -60,9 +60,11 @@ def rdma_only_where_asked_for() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def no_index_of_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep whoever runs the tests out of them, and what the tests do out of their index of hashes."""
-    monkeypatch.setenv("WEIGHTWIRE_INDEX", "off")
+def no_index_of_the_users() -> Iterator[None]:
+    """Keep what the tests do out of the index of hashes of whoever runs them, and that out of the tests."""
+    os.environ["WEIGHTWIRE_INDEX"] = "off"
+    yield
+    os.environ.pop("WEIGHTWIRE_INDEX", None)
 
 
 @pytest.fixture(autouse=True)

@@ -53,8 +53,9 @@ def list_quarantine(directory: Path) -> list[Quarantined]:
 
 
 def empty_quarantine(directory: Path) -> tuple[int, int]:
-    """Remove everything that is in quarantine: how many files that were, and their bytes. What cannot be removed is left
-    and not counted.
+    """Remove everything that is in quarantine: how many files that were, and their bytes.
+
+    What cannot be removed is left and not counted.
     """
     return _remove(list_quarantine(directory), directory)
 
