@@ -19,6 +19,7 @@ from weightwire.errors import ConfigError
 
 __all__ = [
     "CACHE_MODES",
+    "CACHE_VERIFY_MODES",
     "DEFAULT_PORT",
     "RETAIN_MODES",
     "TRANSPORTS",
@@ -36,6 +37,7 @@ __all__ = [
 
 DEFAULT_PORT = 50052
 CACHE_MODES = ("auto", "always", "never")
+CACHE_VERIFY_MODES = ("content", "size")
 RETAIN_MODES = ("connection", "process")
 TRANSPORTS = ("auto", "tcp", "rdma")
 
@@ -236,9 +238,10 @@ class ClientConfig:
 class ServerConfig:
     """What a server needs to know.
 
-    The address it listens on, the directory of its tensor ``cache`` (``None``: none), the ``protocol`` it speaks, how
-    long it keeps tensors (``retain``), how many bytes of ``memory`` it gives out (``None``: what is available), and the
-    ``transport`` (``"auto"``, ``"tcp"``, ``"rdma"``).
+    The address it listens on, the directory of its tensor ``cache`` (``None``: none) and what it checks of an entry
+    (``cache_verify``: ``"content"`` or ``"size"``), the ``protocol`` it speaks, how long it keeps tensors (``retain``),
+    how many bytes of ``memory`` it gives out (``None``: what is available), and the ``transport`` (``"auto"``,
+    ``"tcp"``, ``"rdma"``).
     """
 
     host: str = "127.0.0.1"
@@ -248,6 +251,7 @@ class ServerConfig:
     retain: str = "connection"
     memory: int | None = None
     transport: str = "auto"
+    cache_verify: str = "content"
 
     @classmethod
     def resolve(
@@ -256,6 +260,7 @@ class ServerConfig:
         host: str | None = None,
         port: int | None = None,
         cache: str | None = None,
+        cache_verify: str | None = None,
         protocol: str | None = None,
         retain: str | None = None,
         memory: int | None = None,
@@ -269,6 +274,7 @@ class ServerConfig:
                 "host": host,
                 "port": port,
                 "cache": cache,
+                "cache_verify": cache_verify,
                 "protocol": protocol,
                 "retain": retain,
                 "memory": memory,
@@ -279,6 +285,7 @@ class ServerConfig:
                 "host": ("WEIGHTWIRE_SERVER_HOST", parse_host),
                 "port": ("WEIGHTWIRE_SERVER_PORT", parse_port),
                 "cache": ("WEIGHTWIRE_SERVER_CACHE", _text),
+                "cache_verify": ("WEIGHTWIRE_SERVER_CACHE_VERIFY", parse_choice(CACHE_VERIFY_MODES)),
                 "protocol": ("WEIGHTWIRE_SERVER_PROTOCOL", parse_version),
                 "retain": ("WEIGHTWIRE_SERVER_RETAIN", parse_choice(RETAIN_MODES)),
                 "memory": ("WEIGHTWIRE_SERVER_MEMORY", parse_size),
