@@ -19,6 +19,7 @@ from weightwire.errors import ConfigError
 
 __all__ = [
     "CACHE_MODES",
+    "CACHE_VERIFY_MODES",
     "DEFAULT_PORT",
     "MAX_THREADS",
     "RETAIN_MODES",
@@ -40,6 +41,7 @@ __all__ = [
 
 DEFAULT_PORT = 50052
 CACHE_MODES = ("auto", "always", "never")
+CACHE_VERIFY_MODES = ("content", "size")
 RETAIN_MODES = ("connection", "process")
 TRANSPORTS = ("auto", "tcp", "rdma")
 MAX_THREADS = 64
@@ -321,9 +323,10 @@ def _check_whole(name: str, value: object, low: int, high: int, hint: str) -> No
 class ServerConfig:
     """What a server needs to know.
 
-    The address it listens on, the directory of its tensor ``cache`` (``None``: none), the ``protocol`` it speaks, how
-    long it keeps tensors (``retain``), how many bytes of ``memory`` it gives out (``None``: what is available), and the
-    ``transport`` (``"auto"``, ``"tcp"``, ``"rdma"``).
+    The address it listens on, the directory of its tensor ``cache`` (``None``: none) and what it checks of an entry
+    (``cache_verify``: ``"content"`` or ``"size"``), the ``protocol`` it speaks, how long it keeps tensors (``retain``),
+    how many bytes of ``memory`` it gives out (``None``: what is available), and the ``transport`` (``"auto"``,
+    ``"tcp"``, ``"rdma"``).
     """
 
     host: str = "127.0.0.1"
@@ -333,6 +336,7 @@ class ServerConfig:
     retain: str = "connection"
     memory: int | None = None
     transport: str = "auto"
+    cache_verify: str = "content"
 
     @classmethod
     def resolve(
@@ -341,6 +345,7 @@ class ServerConfig:
         host: str | None = None,
         port: int | None = None,
         cache: str | None = None,
+        cache_verify: str | None = None,
         protocol: str | None = None,
         retain: str | None = None,
         memory: int | None = None,
@@ -354,6 +359,7 @@ class ServerConfig:
                 "host": host,
                 "port": port,
                 "cache": cache,
+                "cache_verify": cache_verify,
                 "protocol": protocol,
                 "retain": retain,
                 "memory": memory,
@@ -364,6 +370,7 @@ class ServerConfig:
                 "host": ("WEIGHTWIRE_SERVER_HOST", parse_host),
                 "port": ("WEIGHTWIRE_SERVER_PORT", parse_port),
                 "cache": ("WEIGHTWIRE_SERVER_CACHE", _text),
+                "cache_verify": ("WEIGHTWIRE_SERVER_CACHE_VERIFY", parse_choice(CACHE_VERIFY_MODES)),
                 "protocol": ("WEIGHTWIRE_SERVER_PROTOCOL", parse_version),
                 "retain": ("WEIGHTWIRE_SERVER_RETAIN", parse_choice(RETAIN_MODES)),
                 "memory": ("WEIGHTWIRE_SERVER_MEMORY", parse_size),

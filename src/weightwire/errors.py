@@ -10,6 +10,7 @@ from __future__ import annotations
 __all__ = [
     "AllocationError",
     "CacheUnavailable",
+    "CacheError",
     "CompletionError",
     "ConfigError",
     "IntegrityError",
@@ -84,6 +85,18 @@ class IntegrityError(WeightwireError):
         self.name = name
         self.expected = expected
         self.actual = actual
+
+
+class CacheError(WeightwireError):
+    """A cache directory that cannot be read or written.
+
+    ``.path`` is the directory or the entry, ``.errno`` the operating system's error (``None`` where it had no part).
+    """
+
+    def __init__(self, detail: str, *, path: str = "", errno: int | None = None, hint: str = "") -> None:
+        super().__init__(detail, hint=hint)
+        self.path = path
+        self.errno = errno
 
 
 class AllocationError(WeightwireError, MemoryError):

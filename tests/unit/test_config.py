@@ -142,9 +142,10 @@ def test_every_server_setting_has_its_variable() -> None:
         "WEIGHTWIRE_SERVER_PROTOCOL": "5.1",
         "WEIGHTWIRE_SERVER_RETAIN": "Process",
         "WEIGHTWIRE_SERVER_MEMORY": "16GiB",
+        "WEIGHTWIRE_SERVER_CACHE_VERIFY": "Size",
     }
     config = ServerConfig.resolve(environ=environ)
-    assert config == ServerConfig("::1", 0, "/var/cache/rpc", "5.1", "process", 16 << 30)
+    assert config == ServerConfig("::1", 0, "/var/cache/rpc", "5.1", "process", 16 << 30, cache_verify="size")
     assert ServerConfig.resolve(port=7, environ=environ).port == 7
 
 

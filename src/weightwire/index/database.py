@@ -60,6 +60,9 @@ def connect(path: Path) -> sqlite3.Connection:
         raise Unusable(error.strerror or str(error)) from error
     connection = sqlite3.connect(path, timeout=_POLL, isolation_level=None, check_same_thread=False)
     try:
+        # Nothing waits for the disk: after a power cut the file may be damaged or old, which costs hashing again. Rows
+        # are sealed, so that none of them can be wrong.
+        connection.execute("PRAGMA synchronous = OFF")
         _check(connection)
     except BaseException:
         connection.close()
