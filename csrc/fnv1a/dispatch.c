@@ -4,8 +4,9 @@
 
 #include <pthread.h>
 #include <stdatomic.h>
+#include <string.h>
 
-/* Best first. One that comes later takes what is too short for one before. */
+/* Best first. */
 static const struct ww_fnv1a_variant *const variants[] = {
 #ifdef WW_FNV1A_X86
     &ww_fnv1a_avx512,
@@ -23,7 +24,7 @@ static const struct ww_fnv1a_variant *const variants[] = {
 
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static int is_offered[VARIANTS + 1];
-static _Atomic size_t first; /* those before it are not used */
+static _Atomic size_t chosen;
 
 static void set_up(void)
 {
@@ -36,7 +37,7 @@ static void set_up(void)
         }
     }
     is_offered[VARIANTS] = 1;
-    atomic_store(&first, best);
+    atomic_store(&chosen, best);
 }
 
 const char *ww_fnv1a_variant(size_t index, int *offered)
@@ -52,24 +53,38 @@ const char *ww_fnv1a_variant(size_t index, int *offered)
 size_t ww_fnv1a_chosen(void)
 {
     pthread_once(&once, set_up);
-    return atomic_load(&first);
+    return atomic_load(&chosen);
 }
 
 void ww_fnv1a_choose(size_t index)
 {
     pthread_once(&once, set_up);
-    atomic_store(&first, index);
+    atomic_store(&chosen, index);
 }
 
-size_t ww_fnv1a_blocks(const uint8_t *data, size_t n, uint64_t *hash)
+/* A zero byte only multiplies by the prime, and that can be taken back: so a tail is hashed as a block with zeros behind. */
+static uint64_t hash_tail(const struct ww_fnv1a_variant *variant, const uint8_t *tail, size_t n, uint64_t hash)
 {
-    size_t done = 0;
-    for (size_t i = ww_fnv1a_chosen(); i < VARIANTS && n - done >= WW_FNV1A_SHORT; i++) {
-        size_t blocks = is_offered[i] ? (n - done) / variants[i]->block * variants[i]->block : 0;
-        if (blocks) {
-            *hash = variants[i]->blocks(data + done, blocks, *hash);
-            done += blocks;
-        }
+    uint8_t padded[WW_FNV1A_LONGEST] __attribute__((aligned(64)));
+    memcpy(padded, tail, n);
+    memset(padded + n, 0, variant->block - n);
+    return variant->blocks(padded, variant->block, hash) * ww_fnv1a_power(WW_FNV1A_INVERSE, variant->block - n);
+}
+
+size_t ww_fnv1a_vectors(const uint8_t *data, size_t n, uint64_t *hash)
+{
+    size_t which = ww_fnv1a_chosen();
+    if (which == VARIANTS) {
+        return 0;
+    }
+    const struct ww_fnv1a_variant *variant = variants[which];
+    size_t tail = n % variant->block, done = n - tail;
+    if (done) {
+        *hash = variant->blocks(data, done, *hash);
+    }
+    if (tail >= WW_FNV1A_SHORT) {
+        *hash = hash_tail(variant, data + done, tail, *hash);
+        done = n;
     }
     return done;
 }
@@ -77,6 +92,6 @@ size_t ww_fnv1a_blocks(const uint8_t *data, size_t n, uint64_t *hash)
 uint64_t ww_fnv1a64(const void *data, size_t n, uint64_t hash)
 {
     const uint8_t *at = data;
-    size_t done = n < WW_FNV1A_SHORT ? 0 : ww_fnv1a_blocks(at, n, &hash);
+    size_t done = n < WW_FNV1A_SHORT ? 0 : ww_fnv1a_vectors(at, n, &hash);
     return done == n ? hash : ww_fnv1a_plain(at + done, n - done, hash);
 }

@@ -17,8 +17,7 @@ uint64_t ww_fnv1a64(const void *data, size_t n, uint64_t hash);
  * `index`, and whether this CPU has its instructions. NULL past the last. */
 const char *ww_fnv1a_variant(size_t index, int *offered);
 
-/* The number of the one in use: the first that is offered, unless another has been chosen. What is too short for it is
- * left to those after it. */
+/* The number of the one in use: the first that is offered, unless another has been chosen. */
 size_t ww_fnv1a_chosen(void);
 
 /* From now on number `index`, which must be offered; for the whole process. */
@@ -47,7 +46,7 @@ struct ww_fnv1a_lane {
     size_t job;
 };
 
-/* Many payloads in one thread: whole blocks of each with vectors, where there are any. What is left, four at a time: each
+/* Many payloads in one thread: one after another in vectors, where there are any. What is left, four at a time: each
  * byte of one hash waits for a multiply, four hide each other. A lane whose payload ends takes the next one, so unequal
  * lengths keep all four busy. */
 struct ww_fnv1a_many {

@@ -113,14 +113,14 @@ static void advance(struct ww_fnv1a_many *many, struct ww_fnv1a_lane *lane, size
     many->left = n < many->left ? many->left - n : 0;
 }
 
-/* Hashes what the lane has of whole blocks; what it reads of a file meanwhile is still in the nearest caches then.
- * Afterwards it has fewer bytes ready than a block, or this call is spent. False: as refill. */
-static int run_blocks(struct ww_fnv1a_many *many, struct ww_fnv1a_lane *lane, struct ww_status *status)
+/* Hashes in vectors what the lane has, and what it reads of a file, which is still in the nearest caches then. Afterwards
+ * it has only a few bytes ready, or there are no vectors, or this call is spent. False: as refill. */
+static int run_vectors(struct ww_fnv1a_many *many, struct ww_fnv1a_lane *lane, struct ww_status *status)
 {
     for (;;) {
         uint64_t n = lane->ready < many->left ? lane->ready : many->left;
         if (n >= WW_FNV1A_SHORT) {
-            advance(many, lane, ww_fnv1a_blocks(lane->at, (size_t)n, &lane->hash));
+            advance(many, lane, ww_fnv1a_vectors(lane->at, (size_t)n, &lane->hash));
         }
         if (lane->ready || !lane->unread || many->left == 0 || many->late) {
             return 1;
@@ -131,7 +131,7 @@ static int run_blocks(struct ww_fnv1a_many *many, struct ww_fnv1a_lane *lane, st
     }
 }
 
-/* Leaves every active lane with a few bytes ready, unless this call is spent: finished payloads give their hash and make
+/* Leaves every active lane with bytes ready for the multiplies, unless this call is spent: finished payloads give their hash and make
  * room for the next, and a lane that nothing is left for is closed by moving the last one into its place. */
 static int settle(struct ww_fnv1a_many *many, struct ww_status *status)
 {
@@ -140,7 +140,7 @@ static int settle(struct ww_fnv1a_many *many, struct ww_status *status)
     }
     for (size_t i = 0; i < many->active;) {
         struct ww_fnv1a_lane *lane = &many->lane[i];
-        if (!run_blocks(many, lane, status)) {
+        if (!run_vectors(many, lane, status)) {
             return 0;
         }
         if (lane->ready || lane->unread) {

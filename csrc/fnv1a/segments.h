@@ -14,6 +14,7 @@
  *                                   sums of products of 16-bit lanes in 32-bit lanes; sum_total gives the four limbs as one
  *   SUMS                            1, or 2 where one chain of sum_add would be waited for
  * Segment q of a block stands in lane q / WIDTH of vector q % WIDTH; "row" is one byte of every segment. */
+#include "fnv1a/fnv1a.h"
 #include "fnv1a/variants.h"
 
 #define BLOCK ((size_t)LANES * WIDTH * STEPS)
@@ -25,7 +26,7 @@
 
 /* Steps are paired, and a 32-bit sum holds 2 * 2 * STEPS products of 9 by 16 bits. */
 _Static_assert(STEPS % 16 == 0 && STEPS <= 64 && TILES % 4 == 0 && WIDTH % TOGETHER == 0, "a block the method can take");
-_Static_assert(BLOCK >= WW_FNV1A_SHORT, "no smaller than what is looked for");
+_Static_assert(BLOCK >= WW_FNV1A_SHORT && BLOCK <= WW_FNV1A_LONGEST, "as others take it to be");
 
 struct rows {
     vec at[STEPS * WIDTH];
@@ -39,9 +40,9 @@ static void prepare(void)
 {
     ww_fnv1a_weights(weights, STEPS, WIDTH, LANES);
     for (size_t i = 0; i < WIDTH; i++) {
-        vector_power[i] = ww_fnv1a_power(STEPS * (WIDTH - 1 - i));
+        vector_power[i] = ww_fnv1a_power(WW_FNV1A_PRIME, STEPS * (WIDTH - 1 - i));
     }
-    block_power = ww_fnv1a_power(BLOCK);
+    block_power = ww_fnv1a_power(WW_FNV1A_PRIME, BLOCK);
 }
 
 /* Sixteen rows of one vector. */
@@ -62,9 +63,16 @@ APART void take_tile(const uint8_t *block, size_t tile, struct rows *rows)
     rows->odd[vector] = step ? v_xor(rows->odd[vector], odd) : odd;
 }
 
-INLINE void take_quarter(const uint8_t *block, size_t quarter, struct rows *rows)
+/* A quarter of the first block of n bytes. The same quarter of the block after it is fetched meanwhile: no CPU foresees
+ * that many streams, and all of them at once would be more than it keeps waiting for. */
+INLINE void take_quarter(const uint8_t *block, size_t n, size_t quarter, struct rows *rows)
 {
-    if (block) {
+    if (n) {
+        if (n > BLOCK) {
+            for (size_t i = 0; i < BLOCK / 4; i += 64) {
+                __builtin_prefetch(block + BLOCK + quarter * (BLOCK / 4) + i);
+            }
+        }
         for (size_t tile = quarter * (TILES / 4); tile < (quarter + 1) * (TILES / 4); tile++) {
             take_tile(block, tile, rows);
         }
@@ -244,28 +252,22 @@ static uint64_t hash_blocks(const uint8_t *data, size_t n, uint64_t hash)
     struct rows room[2], *rows = &room[0], *rows_after = &room[1];
     vec low = v_set8((int)(hash & 0xff));
     for (size_t quarter = 0; quarter < 4; quarter++) {
-        take_quarter(data, quarter, rows);
+        take_quarter(data, n, quarter, rows);
     }
     for (; n; n -= BLOCK) {
         /* The block after is taken apart between the steps below, each of which waits for the one before. */
-        const uint8_t *after = n > BLOCK ? data + BLOCK : NULL;
-        if (n > 2 * BLOCK) {
-            for (size_t i = 0; i < BLOCK; i += 64) {
-                __builtin_prefetch(data + 2 * BLOCK + i);
-            }
-        }
         vec start[WIDTH], end[WIDTH];
         vec next = resolve_lowest(rows, low, start);
-        take_quarter(after, 0, rows_after);
+        take_quarter(data + BLOCK, n - BLOCK, 0, rows_after);
         pass_nibbles(rows->at, start, end);
         next = resolve(rows, end, low, 2, next, start);
-        take_quarter(after, 1, rows_after);
+        take_quarter(data + BLOCK, n - BLOCK, 1, rows_after);
         pass_bytes(rows->at, start, end);
         next = resolve(rows, end, low, 4, next, start);
-        take_quarter(after, 2, rows_after);
+        take_quarter(data + BLOCK, n - BLOCK, 2, rows_after);
         pass_bytes(rows->at, start, end);
         low = resolve(rows, end, low, 6, next, start);
-        take_quarter(after, 3, rows_after);
+        take_quarter(data + BLOCK, n - BLOCK, 3, rows_after);
         uint64_t sum_of_all = 0, total[TOGETHER];
         for (size_t i = 0; i < WIDTH; i += TOGETHER) {
             pass_linear(rows->at + i, start + i, total);

@@ -5,8 +5,12 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* No variant has a smaller block: below it nobody need ask. */
+/* Fewer bytes are left to the plain loop. A block alone costs as much as 520 to 660 bytes there, whichever the variant. */
 #define WW_FNV1A_SHORT ((size_t)1024)
+/* No block is longer. */
+#define WW_FNV1A_LONGEST ((size_t)8192)
+/* WW_FNV1A_PRIME times this is 1, mod 2^64. */
+#define WW_FNV1A_INVERSE UINT64_C(0xce965057aff6957b)
 
 struct ww_fnv1a_variant {
     const char *name;
@@ -31,11 +35,12 @@ extern const struct ww_fnv1a_variant ww_fnv1a_neon;
 /* The plain loop: any length, any CPU. */
 uint64_t ww_fnv1a_plain(const uint8_t *data, size_t n, uint64_t hash);
 
-/* Continues *hash over as many whole blocks as there are at the start of data; returns the bytes that were. */
-size_t ww_fnv1a_blocks(const uint8_t *data, size_t n, uint64_t *hash);
+/* Continues *hash over data in vectors; returns how many bytes that were: all but fewer than WW_FNV1A_SHORT, which are
+ * left to the plain loop, as everything is where there are no vectors. */
+size_t ww_fnv1a_vectors(const uint8_t *data, size_t n, uint64_t *hash);
 
-/* The prime to the power n. */
-uint64_t ww_fnv1a_power(uint64_t n);
+/* base to the power n, mod 2^64. */
+uint64_t ww_fnv1a_power(uint64_t base, uint64_t n);
 
 /* For each step and 16-bit lane, two rows of `lanes` / 2: the even byte lanes and the odd ones; of each, four limbs, the
  * least first: signed 16-bit digits of the weight p^(steps * width * (lanes - 1 - lane) + steps - step). */
