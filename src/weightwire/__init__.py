@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from weightwire.cache import TensorCache
     from weightwire.client import Connection, RemoteTensor, Target, connect, push_all, warm
     from weightwire.errors import WeightwireError
-    from weightwire.hashing import fnv1a64, fnv1a64_many
+    from weightwire.hashing import cpu_features, fnv1a64, fnv1a64_many
     from weightwire.model import open_model
     from weightwire.profile import LoadProfile
     from weightwire.server import Destination, ServedTensor, Server
@@ -29,6 +29,7 @@ __all__ = [
     "WeightwireError",
     "__version__",
     "connect",
+    "cpu_features",
     "fnv1a64",
     "fnv1a64_many",
     "open_model",
@@ -47,6 +48,7 @@ _HOME = {
     "TensorCache": "cache",
     "WeightwireError": "errors",
     "connect": "client",
+    "cpu_features": "hashing",
     "fnv1a64": "hashing",
     "fnv1a64_many": "hashing",
     "open_model": "model",

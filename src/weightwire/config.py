@@ -21,10 +21,12 @@ __all__ = [
     "CACHE_MODES",
     "CACHE_VERIFY_MODES",
     "DEFAULT_PORT",
+    "HASH_VARIANTS",
     "MAX_THREADS",
     "RETAIN_MODES",
     "TRANSPORTS",
     "ClientConfig",
+    "HashConfig",
     "LoadConfig",
     "ServerConfig",
     "available_cpus",
@@ -42,6 +44,7 @@ __all__ = [
 DEFAULT_PORT = 50052
 CACHE_MODES = ("auto", "always", "never")
 CACHE_VERIFY_MODES = ("content", "size")
+HASH_VARIANTS = ("auto", "plain", "sse2", "avx2", "avxvnni", "avx512", "neon")
 RETAIN_MODES = ("connection", "process")
 TRANSPORTS = ("auto", "tcp", "rdma")
 MAX_THREADS = 64
@@ -377,3 +380,16 @@ class ServerConfig:
                 "transport": ("WEIGHTWIRE_SERVER_TRANSPORT", parse_choice(TRANSPORTS)),
             },
         )
+
+
+@dataclass(frozen=True, slots=True)
+class HashConfig:
+    """Which ``variant`` of the hasher to use, whatever the CPU: ``"auto"`` is the best it can."""
+
+    variant: str = "auto"
+
+    @classmethod
+    def resolve(cls, *, environ: Mapping[str, str] | None = None) -> Self:
+        """Settle it from the environment; empty is unset. Raises ConfigError naming the variable."""
+        choice = parse_choice(HASH_VARIANTS)
+        return _resolve(cls, {}, environ, {"variant": ("WEIGHTWIRE_HASH", lambda text: choice(text or "auto"))})
