@@ -27,7 +27,7 @@ from weightwire.cli.options import (
 from weightwire.cli.output import line, object_
 from weightwire.cli.progress import Progress, choose_display
 from weightwire.cli.report import push_lines, push_object, say_all
-from weightwire.config import CACHE_MODES, ClientConfig
+from weightwire.config import CACHE_MODES, ClientConfig, LoadConfig
 
 if TYPE_CHECKING:
     from weightwire.client import Pushed, Target
@@ -49,6 +49,12 @@ __all__ = ["push"]
 @layers_each
 @click.option("--verify", is_flag=True, help="Read every tensor back and compare.")
 @click.option(
+    "--probe/--no-probe",
+    default=None,
+    help="After a hit of the server's cache see whether it has filled the tensor's ends, too. [default: with --cache "
+    "always]",
+)
+@click.option(
     "--drop-behind",
     is_flag=True,
     help="Give the memory that caches the model's files back as they are sent: for a model larger than memory.",
@@ -68,6 +74,7 @@ def push(
     include: tuple[str, ...],
     layers: tuple[str, ...],
     verify: bool,
+    probe: bool | None,
     drop_behind: bool,
     threads: int | None,
     no_index: bool,
@@ -90,10 +97,12 @@ def push(
 
     config = ClientConfig.resolve(timeout=timeout, protocol=protocol, cache=cache, transport=transport)
     check_protocol(config.protocol, "WEIGHTWIRE_PROTOCOL")
+    LoadConfig.resolve(threads=threads)  # a variable that cannot be used is heard of before a server is
     targets = targets_of(endpoints, include, layers)
     options: dict[str, Any] = {
         "cache": config.cache,
         "verify": verify,
+        "probe": probe,
         "threads": threads,
         "index": False if no_index else None,
         "drop_behind": drop_behind,

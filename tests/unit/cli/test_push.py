@@ -105,7 +105,27 @@ def test_the_environment_sets_what_options_do_not(invoke, tmp_path: Path, large_
         assert invoke(*words, "--cache", "never", WEIGHTWIRE_CACHE="always").json["misses"] == 0
         invoke(*words, WEIGHTWIRE_CACHE="sometimes").failed(2, "WEIGHTWIRE_CACHE", "sometimes")
         invoke(*words, WEIGHTWIRE_TIMEOUT="-1").failed(2, "WEIGHTWIRE_TIMEOUT")
+        invoke(*words, GGML_RPC_LOAD_THREADS="65").failed(2, "GGML_RPC_LOAD_THREADS", "65")
+        invoke(*words, WEIGHTWIRE_IN_FLIGHT="none").failed(2, "WEIGHTWIRE_IN_FLIGHT")
+        assert invoke(*words, GGML_RPC_LOAD_THREADS="3", WEIGHTWIRE_CACHE="always").json["threads"] == 3
+        assert invoke(*words, "--threads", "0", WEIGHTWIRE_CACHE="always").json["threads"] == 0
         invoke(*words, WEIGHTWIRE_PROTOCOL="9.0").failed(2, "WEIGHTWIRE_PROTOCOL", "9.0", "7.0, 8.0")
+
+
+def test_what_the_cache_cut_short_is_sent_if_it_is_looked_for(invoke, large_arrays: Path) -> None:
+    """As a stock server fills a tensor from such a file: it says that it did."""
+    from support.scripted import ScriptedServer, StandIn
+
+    class Careless(StandIn):
+        def serve(self, message):
+            answer = super().serve(message)
+            return b"\1" if message.command == 7 else answer
+
+    for options, corrupt in ((["--cache", "always"], 1), (["--cache", "always", "--no-probe"], 0), (["--probe"], 1)):
+        with ScriptedServer(Careless(flags=1)) as server:
+            report = invoke("push", str(large_arrays), server.endpoint, "--json", *options).json
+            assert report["corrupt_hits"] == corrupt, options
+            assert report["hits"] == 1 - corrupt
 
 
 def test_only_the_layers_asked_for(invoke, server, small_gguf: Path) -> None:

@@ -119,6 +119,14 @@ def test_progress_counts_a_second_time_while_verifying(connection: Connection, m
         ({"device": "0"}, "device"),
         ({"cache": "sometimes"}, "cache"),
         ({"progress": 5}, "progress"),
+        ({"threads": -1}, "threads"),
+        ({"threads": 65}, "threads"),
+        ({"threads": "2"}, "threads"),
+        ({"in_flight": 0}, "in_flight"),
+        ({"index": 5}, "index"),
+        ({"probe": 1}, "probe"),
+        ({"verify": "no"}, "verify"),
+        ({"layers": "x"}, "layers"),
         ({"device": 1}, "device"),
     ],
 )
@@ -127,7 +135,7 @@ def test_bad_arguments_send_no_tensor(options: dict[str, object], named: str) ->
     with ScriptedServer(server) as scripted, connect(scripted.endpoint, timeout=20) as connection:
         with pytest.raises(ConfigError, match=named) as caught:
             connection.push(SOME, **options)  # type: ignore[arg-type]
-        assert caught.value.hint or named == "cache"
+        assert caught.value.hint or named in ("cache", "probe", "verify")
         connection.barrier()
     assert not {0, 6, 7, 12, 13} & set(server.commands)
 
