@@ -8,6 +8,7 @@ from typing import Final
 
 from weightwire.client.hashpool import HashFeed, HashPool, Watch
 from weightwire.errors import ModelError
+from weightwire.hashing import cpu_features
 from weightwire.index import FileIdentity, Hashes, HashIndex, hash_with_digest, identity_of
 from weightwire.model import Model, ModelTensor
 from weightwire.ranges import FileRange
@@ -17,8 +18,8 @@ __all__ = ["TensorHashes", "is_cached"]
 
 _log = logging.getLogger(__name__)
 
-GROUP: Final = 1
-"""Tensors that one thread hashes together."""
+_INTERLEAVED: Final = 4
+"""Tensors that one thread hashes together where the CPU has no vectors for one: their waits overlap."""
 
 
 def is_cached(tensor: ModelTensor) -> bool:
@@ -66,7 +67,7 @@ class TensorHashes:
             known=known,
             # Of a file that was changed a moment ago nothing could be recorded.
             digest=[number for number, payload in files.items() if payload.fd in settled],
-            group=GROUP,
+            group=_INTERLEAVED if cpu_features().many == "interleaved" else 1,
         )
 
     @property
