@@ -21,6 +21,7 @@ __all__ = [
     "CACHE_MODES",
     "DEFAULT_PORT",
     "MAX_THREADS",
+    "READ_MODES",
     "RETAIN_MODES",
     "TRANSPORTS",
     "ClientConfig",
@@ -43,6 +44,7 @@ CACHE_MODES = ("auto", "always", "never")
 RETAIN_MODES = ("connection", "process")
 TRANSPORTS = ("auto", "tcp", "rdma")
 MAX_THREADS = 64
+READ_MODES = ("auto", "mmap", "read")
 
 _T = TypeVar("_T")
 _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
