@@ -13,7 +13,7 @@ from typing import Final
 from weightwire.client.sources import hash_blocks
 from weightwire.errors import ModelError
 from weightwire.hashing import hash_payload, hash_payloads
-from weightwire.index import hash_with_digest
+from weightwire.index import hash_with_digest, sha256_of
 from weightwire.ranges import FileRange
 
 __all__ = ["HashFeed", "HashPool"]
@@ -196,7 +196,7 @@ class HashPool:
     def _run(self, hashing: bool, indices: list[int], check: Watch) -> None:
         payloads = [self._payloads[index] for index in indices]
         if not hashing:
-            digest = hash_with_digest(payloads[0], check).sha256
+            digest = sha256_of(payloads[0], check)
             with self._changed:
                 self._digests[indices[0]] = digest
                 self._digesting -= 1
