@@ -23,6 +23,7 @@ __all__ = [
     "DEFAULT_PORT",
     "HASH_VARIANTS",
     "MAX_THREADS",
+    "READ_MODES",
     "RETAIN_MODES",
     "TRANSPORTS",
     "ClientConfig",
@@ -48,6 +49,7 @@ HASH_VARIANTS = ("auto", "plain", "sse2", "avx2", "avxvnni", "avx512", "neon")
 RETAIN_MODES = ("connection", "process")
 TRANSPORTS = ("auto", "tcp", "rdma")
 MAX_THREADS = 64
+READ_MODES = ("auto", "mmap", "read")
 
 _T = TypeVar("_T")
 _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
