@@ -9,8 +9,8 @@ from __future__ import annotations
 
 __all__ = [
     "AllocationError",
-    "CacheUnavailable",
     "CacheError",
+    "CacheUnavailable",
     "CompletionError",
     "ConfigError",
     "IntegrityError",
