@@ -1,0 +1,245 @@
+"""Entries read straight into memory, in parallel pieces, hashed behind the reading.
+
+FNV-1a is a chain, so the bytes of one entry are hashed in order by one thread, the one that wants the answer. Workers
+read the pieces meanwhile, those of entries that are wanted later too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from typing import Final
+
+from weightwire.cache.workers import Workers
+from weightwire.hashing import FNV_OFFSET, fnv1a64
+
+__all__ = ["PIECE", "EntryChanged", "Fill", "Reader", "ReadingStopped", "advise", "read_exactly"]
+
+PIECE: Final = 2 << 20
+"""Bytes a worker reads at once: one huge page, so that no two workers touch the same fresh one."""
+
+_AHEAD: Final = 32 << 20
+"""Bytes the kernel is asked to have ready beyond the piece at hand."""
+
+_SMALL: Final = 256 << 10
+"""An entry up to this size is read and hashed by whoever wants it: handing it over would take longer."""
+
+
+class EntryChanged(OSError):
+    """The file became shorter or was written to while it was read."""
+
+
+class ReadingStopped(Exception):
+    """`Reader.stop` was called while somebody waited for an entry."""
+
+
+def advise(fd: int, start: int, nbytes: int) -> None:
+    """Ask the kernel to read that range of the file ahead. Only a hint (posix_fadvise(2))."""
+    with contextlib.suppress(OSError):
+        os.posix_fadvise(fd, start, nbytes, os.POSIX_FADV_WILLNEED)
+
+
+def read_exactly(fd: int, piece: memoryview, offset: int) -> None:
+    """Fill ``piece`` from byte ``offset`` of the file. EntryChanged if it ends before, OSError if it cannot be read."""
+    done = 0
+    while done < piece.nbytes:
+        got = os.preadv(fd, [piece[done:]], offset + done)
+        if not got:
+            raise EntryChanged(f"it ends at byte {offset + done}, shorter than when it was opened")
+        done += got
+
+
+class Fill:
+    """One entry on its way into memory; made by `Reader.start`, which owns ``fd`` from then on.
+
+    ``placed_at`` is where ``window`` starts in its mapping, bytes: pieces end at multiples of `PIECE` there.
+    """
+
+    def __init__(self, reader: Reader, fd: int, window: memoryview, placed_at: int) -> None:
+        self.nbytes = window.nbytes
+        self._reader = reader
+        self._fd = fd
+        self._before = os.fstat(fd)
+        self._window: memoryview | None = window
+        self._first = min(self.nbytes, PIECE - placed_at % PIECE)
+        self._placed_at = placed_at
+        self._claimed = 0
+        self._running = 0
+        self._ready = 0
+        self._early: dict[int, int] = {}
+        self._error: BaseException | None = None
+        self._dropped = False
+
+    def claim(self) -> tuple[int, int] | None:
+        """The next piece nobody reads yet, ``[start, end)``; None if there is none. The reader's lock is held."""
+        start = self._claimed
+        if start >= self.nbytes or self._error is not None or self._dropped:
+            return None
+        end = self._first if not start else min(start + PIECE, self.nbytes)
+        self._claimed = end
+        self._running += 1
+        return start, end
+
+    def read(self, start: int, end: int) -> None:
+        """Read a claimed piece, without the lock."""
+        window = self._window
+        assert window is not None
+        if self.nbytes > PIECE:
+            advise(self._fd, end, min(self.nbytes - end, _AHEAD))
+        read_exactly(self._fd, window[start:end], start)
+
+    def done(self, start: int, end: int, error: BaseException | None) -> None:
+        """A claimed piece is there, or could not be read. The reader's lock is held."""
+        self._running -= 1
+        if error is not None:
+            self._error = self._error or error
+        else:
+            self._early[start] = end
+            while (after := self._early.pop(self._ready, None)) is not None:
+                self._ready = after
+        self._release()
+
+    def finish(self, *, hashed: bool) -> int | None:
+        """Wait until the entry is in memory; the FNV-1a 64 of what is there if ``hashed``, else None.
+
+        Raises EntryChanged if the file was written to meanwhile, OSError if it could not be read, ReadingStopped after
+        `Reader.stop`. Nobody writes to the memory any more when it returns or raises OSError.
+        """
+        digest = FNV_OFFSET
+        done = 0
+        while done < self.nbytes:
+            ready = self._reader.wait(self, done)
+            if hashed:
+                assert self._window is not None
+                # In steps, so that what has been read meanwhile is seen soon.
+                ready = min(ready, done + PIECE)
+                digest = fnv1a64(self._window[done:ready], digest)
+            done = ready
+        after = os.fstat(self._fd)
+        if (after.st_size, after.st_mtime_ns) != (self._before.st_size, self._before.st_mtime_ns):
+            raise EntryChanged("it was written to while it was read")
+        return digest if hashed else None
+
+    @property
+    def fd(self) -> int:
+        """The open file, until `drop`."""
+        return self._fd
+
+    def drop(self) -> None:
+        """Close the file as soon as nobody reads from it any more, and read no further pieces. Idempotent."""
+        with self._reader.condition:
+            self._dropped = True
+            self._release()
+        self._reader.forget(self)
+
+    def _release(self) -> None:
+        if self._dropped and not self._running and self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+            self._window = None
+
+    # For the reader, with its lock held.
+
+    def progress(self, beyond: int) -> int | None:
+        """Bytes that are in place, if more than ``beyond``; None if one has to wait.
+
+        Raises what went wrong, once nobody writes to the memory any more.
+        """
+        if self._error is not None:
+            if self._running:
+                return None
+            raise self._error
+        return self._ready if self._ready > beyond else None
+
+
+class Reader:
+    """What one client has being read. The oldest entry's pieces come first; clients take turns at the workers.
+
+    `stop` may be called from any thread, everything else from the client's.
+    """
+
+    def __init__(self, workers: Workers) -> None:
+        self.condition = threading.Condition()
+        self._workers = workers
+        self._fills: list[Fill] = []
+        self._tokens = 0
+        self._stopped = False
+
+    def start(self, fd: int, window: memoryview, placed_at: int) -> Fill:
+        """Begin to read all of ``window`` from the start of the file ``fd``, which belongs to the fill from now on."""
+        fill = Fill(self, fd, window, placed_at)
+        pieces = 1 + -(-window.nbytes // PIECE)
+        with self.condition:
+            self._fills.append(fill)
+            wanted = 0 if fill.nbytes <= _SMALL else min(self._workers.count, self._tokens + pieces) - self._tokens
+            self._tokens += wanted
+        if wanted:
+            advise(fd, 0, min(fill.nbytes, _AHEAD))
+        for _ in range(wanted):
+            if not self._workers.submit(self._turn):
+                with self.condition:
+                    self._tokens -= 1
+        return fill
+
+    def wait(self, fill: Fill, beyond: int) -> int:
+        """How many bytes of ``fill`` are in place, more than ``beyond``: waits for them, and reads a piece itself where
+        no worker has taken it.
+        """
+        while True:
+            with self.condition:
+                while True:
+                    if self._stopped:
+                        raise ReadingStopped
+                    ready = fill.progress(beyond)
+                    if ready is not None:
+                        return ready
+                    # Whoever wants it helps: workers may be few, or busy with other clients.
+                    piece = fill.claim()
+                    if piece is not None:
+                        break
+                    self.condition.wait()
+            self._read(fill, *piece)
+
+    def forget(self, fill: Fill) -> None:
+        """The fill is over."""
+        with self.condition:
+            if fill in self._fills:
+                self._fills.remove(fill)
+
+    def stop(self) -> None:
+        """Whoever waits for an entry, now or later, gets ReadingStopped."""
+        with self.condition:
+            self._stopped = True
+            self.condition.notify_all()
+
+    def close(self) -> None:
+        """Drop everything. Pieces being read at this moment are read to their end, into memory they keep alive."""
+        with self.condition:
+            fills = list(self._fills)
+        for fill in fills:
+            fill.drop()
+
+    def _turn(self) -> None:
+        """One piece on a worker, then to the end of its queue again."""
+        while True:
+            with self.condition:
+                claimed = next(((fill, piece) for fill in self._fills if (piece := fill.claim()) is not None), None)
+                if claimed is None:
+                    self._tokens -= 1
+                    return
+            fill, piece = claimed
+            self._read(fill, *piece)
+            del claimed, fill
+            if self._workers.submit(self._turn):
+                return
+
+    def _read(self, fill: Fill, start: int, end: int) -> None:
+        error: BaseException | None = None
+        try:
+            fill.read(start, end)
+        except BaseException as caught:
+            error = caught
+        with self.condition:
+            fill.done(start, end, error)
+            self.condition.notify_all()

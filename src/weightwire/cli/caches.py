@@ -1,0 +1,88 @@
+"""What the verbs that work on a cache directory share: its option, threads, and how failures of a disk end."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import click
+
+from weightwire.cli.failures import ENVIRONMENT, Failure
+from weightwire.errors import CacheError, ConfigError
+
+__all__ = ["cache_dir", "cache_failures", "cache_path", "load_threads", "moment", "threads"]
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+_MOST: Final = 64
+_VARIABLE: Final = "GGML_RPC_LOAD_THREADS"
+
+
+def cache_dir(function: _F) -> _F:
+    """``--cache`` of a verb that works on a directory."""
+    return click.option(
+        "--cache",
+        metavar="DIR",
+        help="The directory that holds the entries. [default: a stock server's: $LLAMA_CACHE/rpc, "
+        "$XDG_CACHE_HOME/llama.cpp/rpc or ~/.cache/llama.cpp/rpc]",
+    )(function)
+
+
+def threads(function: _F) -> _F:
+    """``--threads``."""
+    return click.option(
+        "--threads",
+        type=click.IntRange(0, _MOST),
+        metavar="N",
+        help=f"Threads that read and hash; 0: none but the main one. [{_VARIABLE}; default: one for each CPU]",
+    )(function)
+
+
+def load_threads(given: int | None) -> int | None:
+    """``given``, else what the environment says; None for neither. ConfigError names a variable that cannot be used."""
+    text = os.environ.get(_VARIABLE)
+    if given is not None or text is None:
+        return given
+    if not text.strip().isascii() or not text.strip().isdigit() or int(text) > _MOST:
+        raise ConfigError(
+            f"environment variable {_VARIABLE}: {text!r} is not a number from 0 to {_MOST}",
+            hint=f"correct or unset {_VARIABLE}; see docs/configuration.md",
+        )
+    return int(text)
+
+
+def cache_path(text: str | None) -> Path | None:
+    """What ``--cache`` names, with a leading ``~`` resolved; None for the default."""
+    if text is None:
+        return None
+    if not text.strip():
+        raise ConfigError("--cache: it is empty", hint="leave it out for a stock server's directory")
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"--cache: {text}: {error}", hint="write the path without ~") from error
+
+
+@contextmanager
+def cache_failures() -> Iterator[None]:
+    """Inside: a cache directory is used. That this user may not is the environment's doing."""
+    try:
+        yield
+    except CacheError as error:
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise Failure(error, ENVIRONMENT) from error
+        raise
+
+
+def moment(ns: int | None) -> str | None:
+    """A time of the file system (ns since the epoch) as text in UTC, to the second; None for None."""
+    if ns is None:
+        return None
+    try:
+        return datetime.fromtimestamp(ns // 10**9, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    except (ValueError, OverflowError):
+        return str(ns)  # a year that nobody's calendar has
