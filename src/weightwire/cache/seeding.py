@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import os
@@ -261,8 +260,7 @@ class _Seeding:
             return None if self._cache.size_of(content_hash) is None else False
         try:
             if not self._verify or hash_payloads([FileRange(fd, 0, nbytes)], check=check) == [content_hash]:
-                with contextlib.suppress(OSError):  # wanted again: it is not to be pruned first
-                    os.utime(fd, ns=(time.time_ns(), os.fstat(fd).st_mtime_ns))
+                self._cache.used(fd)  # wanted again: it is not to be pruned first
                 return True
         except ValueError:  # a ModelError: it shrank, or cannot be read
             pass

@@ -1,21 +1,18 @@
-"""What the verbs that work on a cache directory share: its option, threads, and how failures of a disk end."""
+"""What the verbs that work on a cache directory share: its option, threads, and times."""
 
 from __future__ import annotations
 
-import errno
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import click
 
-from weightwire.cli.failures import ENVIRONMENT, Failure
-from weightwire.errors import CacheError, ConfigError
+from weightwire.errors import ConfigError
 
-__all__ = ["cache_dir", "cache_failures", "cache_path", "load_threads", "moment", "threads"]
+__all__ = ["cache_dir", "cache_path", "load_threads", "moment", "threads"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _MOST: Final = 64
@@ -65,17 +62,6 @@ def cache_path(text: str | None) -> Path | None:
         return Path(text).expanduser()
     except RuntimeError as error:
         raise ConfigError(f"--cache: {text}: {error}", hint="write the path without ~") from error
-
-
-@contextmanager
-def cache_failures() -> Iterator[None]:
-    """Inside: a cache directory is used. That this user may not is the environment's doing."""
-    try:
-        yield
-    except CacheError as error:
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            raise Failure(error, ENVIRONMENT) from error
-        raise
 
 
 def moment(ns: int | None) -> str | None:

@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 import click
 
-from weightwire.cli.caches import cache_dir, cache_failures, cache_path, load_threads, threads
+from weightwire.cli.caches import cache_dir, cache_path, load_threads, threads
 from weightwire.cli.failures import as_usage
 from weightwire.cli.options import help_, include, json_output, quiet
 from weightwire.cli.output import gib_per_second, human_bytes, line, object_, printable
@@ -48,7 +48,6 @@ def seed(
     with (
         opened,
         raising_on_signals(),
-        cache_failures(),
         Progress("seeding", opened.nbytes, choose_display(quiet)) as progress,
     ):
         result = seed_cache(opened, directory, include=include, threads=count, verify=verify, progress=progress.report)
