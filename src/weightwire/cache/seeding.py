@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from weightwire.cache.copying import CopyingWriter, StrictCache
-from weightwire.cache.indexed import index_for
+from weightwire.cache.indexed import IndexChoice, index_for
 from weightwire.cache.pool import run_each, worker_count
 from weightwire.cache.store import default_directory, entry_name
 from weightwire.errors import CacheError, ConfigError
@@ -61,14 +61,14 @@ def seed(
     include: str | None = None,
     threads: int | None = None,
     verify: bool = False,
-    index: HashIndex | bool | None = None,
+    index: IndexChoice = None,
     progress: Callable[[str, int, int], object] | None = None,
 ) -> SeedResult:
     """Put every tensor of ``model`` over 10 MiB into the cache ``directory``, as a server that received it would.
 
     ``directory`` is made if missing; None is that of a stock server, `default_directory`. ``include`` is a regular
     expression found in the names of the tensors wanted. ``threads`` (0 to 64; 0: in line; None: one for each CPU of
-    this process) copy and hash. ``index`` is the index of hashes (None: the user's; False: none): a tensor it knows,
+    this process) copy and hash. ``index`` is the index of hashes (a path or `HashIndex`; None: the user's; False: none): a tensor it knows,
     with an entry of the right size, is not read, unless ``verify``, which reads such entries and replaces damaged ones.
     ``progress(name, done, total)``, in bytes, is called on this thread.
 
