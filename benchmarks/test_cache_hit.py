@@ -121,7 +121,9 @@ def test_hits(benchmark: BenchmarkFixture, entries: Entries, verify: str) -> Non
 
     def read_loop() -> None:
         settle(NBYTES)
-        for name, took in zip(("read() into fresh memory", "read() into touched memory"), read_all(entries), strict=True):
+        for name, took in zip(
+            ("read() into fresh memory", "read() into touched memory"), read_all(entries), strict=True
+        ):
             rounds.add(name, took)
         settle(NBYTES)
 

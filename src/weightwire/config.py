@@ -21,16 +21,20 @@ __all__ = [
     "CACHE_MODES",
     "CACHE_VERIFY_MODES",
     "DEFAULT_PORT",
+    "MAX_THREADS",
     "RETAIN_MODES",
     "TRANSPORTS",
     "ClientConfig",
+    "LoadConfig",
     "ServerConfig",
+    "available_cpus",
     "checked_seconds",
     "parse_choice",
     "parse_host",
     "parse_port",
     "parse_seconds",
     "parse_size",
+    "parse_threads",
     "parse_version",
     "shown",
 ]
@@ -40,12 +44,14 @@ CACHE_MODES = ("auto", "always", "never")
 CACHE_VERIFY_MODES = ("content", "size")
 RETAIN_MODES = ("connection", "process")
 TRANSPORTS = ("auto", "tcp", "rdma")
+MAX_THREADS = 64
 
 _T = TypeVar("_T")
 _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*(?:([kmgt])?(i?b)?)", re.IGNORECASE | re.ASCII)
 _VERSION = re.compile(r"\d{1,3}\.\d{1,3}(?:\.\d{1,3})?", re.ASCII)
 _MAX_BYTES = (1 << 63) - 1
+_DEFAULT_THREADS = 8
 _MAX_SECONDS = 86_400.0 * 365
 
 
@@ -137,6 +143,13 @@ def parse_version(text: str) -> str:
     if not _VERSION.fullmatch(text.strip()):
         raise ValueError(f"{text!r} is not a protocol version such as 7.0.0")
     return text.strip()
+
+
+def parse_threads(text: str) -> int:
+    """Turn ``"4"`` into a number of threads; 0 is none beside the caller's. Raises ValueError outside 0 to 64."""
+    if not re.fullmatch(r"[0-9]{1,4}", text.strip()) or int(text) > MAX_THREADS:
+        raise ValueError(f"{text!r} is not a number of threads between 0 and {MAX_THREADS}")
+    return int(text)
 
 
 def parse_choice(choices: tuple[str, ...]) -> Callable[[str], str]:
@@ -232,6 +245,78 @@ class ClientConfig:
             },
             settings,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class LoadConfig:
+    """How tensors are read and hashed ahead of being sent: by how many ``threads`` (0: none beside the one that
+    sends), and how many bytes of them at most (``in_flight``).
+    """
+
+    threads: int
+    in_flight: int = 256 << 20
+
+    @classmethod
+    def resolve(
+        cls, *, threads: int | None = None, in_flight: int | None = None, environ: Mapping[str, str] | None = None
+    ) -> Self:
+        """Settle both: argument, GGML_RPC_LOAD_THREADS or WEIGHTWIRE_IN_FLIGHT, default (for threads: the CPUs this
+        process may use, at most 8). ConfigError names the argument or variable that cannot be used.
+        """
+        _check_whole("threads", threads, 0, MAX_THREADS, "0 hashes on the thread that sends")
+        _check_whole("in_flight", in_flight, 1, _MAX_BYTES, "in bytes, such as 256 << 20")
+        environ = os.environ if environ is None else environ
+        values = {"threads": threads, "in_flight": in_flight}
+        if threads is None and "GGML_RPC_LOAD_THREADS" not in environ:
+            values["threads"] = min(available_cpus(), _DEFAULT_THREADS)
+        return _resolve(
+            cls,
+            values,
+            environ,
+            {
+                "threads": ("GGML_RPC_LOAD_THREADS", parse_threads),
+                "in_flight": ("WEIGHTWIRE_IN_FLIGHT", parse_size),
+            },
+        )
+
+
+def available_cpus() -> int:
+    """How many CPUs this process may use: those it is bound to, or fewer if its control group has a quota of time.
+
+    Source: sched_setaffinity(2); the kernel's Documentation/admin-guide/cgroup-v2.rst, cpu.max.
+    """
+    count = len(os.sched_getaffinity(0))
+    quota = _cgroup_quota("/proc/self/cgroup", "/sys/fs/cgroup")
+    return count if quota is None else max(1, min(count, quota))
+
+
+def _cgroup_quota(membership: str, root: str) -> int | None:
+    """CPUs, rounded up, that the smallest ``cpu.max`` from this process's group (version 2) upwards allows."""
+    try:
+        with open(membership, encoding="utf-8") as file:
+            group = next((line[3:].strip() for line in file if line.startswith("0::")), None)
+    except OSError:
+        return None
+    if group is None:
+        return None
+    found: list[int] = []
+    parts = [part for part in group.split("/") if part and part != ".."]
+    for depth in range(len(parts), -1, -1):
+        try:
+            with open(os.path.join(root, *parts[:depth], "cpu.max"), encoding="utf-8") as file:
+                quota, period = file.read().split()
+            if quota != "max":
+                found.append(-(-int(quota) // int(period)))
+        except (OSError, ValueError, ZeroDivisionError):
+            continue
+    return min(found, default=None)
+
+
+def _check_whole(name: str, value: object, low: int, high: int, hint: str) -> None:
+    if value is None:
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise ConfigError(f"{name}={shown(value)} is not a whole number from {low} to {high}", hint=hint)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 __all__ = [
     "AllocationError",
     "CacheError",
+    "CacheUnavailable",
     "CompletionError",
     "ConfigError",
     "IntegrityError",
@@ -104,6 +105,14 @@ class AllocationError(WeightwireError, MemoryError):
     def __init__(self, detail: str, *, nbytes: int = 0, hint: str = "") -> None:
         super().__init__(detail, hint=hint)
         self.nbytes = nbytes
+
+
+class CacheUnavailable(WeightwireError):
+    """A server keeps no tensor cache, or its cache does not keep what it is sent; ``.endpoint`` is the server."""
+
+    def __init__(self, detail: str, *, endpoint: str = "", hint: str = "") -> None:
+        super().__init__(detail, hint=hint)
+        self.endpoint = endpoint
 
 
 class TransferTimeout(WeightwireError, TimeoutError):

@@ -77,8 +77,9 @@ def verify_cache(
     ``threads`` as for `seed`. ``bad`` says what becomes of a file that is not what its name says: it stays, goes to
     quarantine (see `weightwire.cache.quarantine`), or is removed; either takes the name only, so that a server that has
     it open reads on. A directory, a link, a fifo or the like of an entry's name is reported and never opened or
-    touched. ``index`` (a path or `HashIndex`; None: the user's; False: none) knows tensors by their SHA-256, too: an entry that hashes to its
-    name but is another content is a collision. ``progress(name, done, total)``, in bytes, is called on this thread.
+    touched. ``index`` (a path or `HashIndex`; None: the user's; False: none) knows tensors by their SHA-256, too: an
+    entry that hashes to its name but is another content is a collision. ``progress(name, done, total)``, in bytes, is
+    called on this thread.
 
     Raises ConfigError if the directory is not there, CacheError if it cannot be listed.
     """

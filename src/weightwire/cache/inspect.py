@@ -107,8 +107,8 @@ def entry_kind(mode: int) -> str:
 def list_entries(directory: str | os.PathLike[str] | None = None, *, index: IndexChoice = None) -> Listing:
     """What the cache ``directory`` (None: a stock server's) holds. No file is opened.
 
-    ``index`` is the index of hashes that tells whose tensors the entries are (a path or `HashIndex`; None: the user's; False: none). Raises
-    ConfigError if the directory is not there, CacheError if it cannot be listed.
+    ``index`` is the index of hashes that tells whose tensors the entries are (a path or `HashIndex`; None: the user's;
+    False: none). Raises ConfigError if the directory is not there, CacheError if it cannot be listed.
     """
     path = place_of(directory)
     with index_for(index) as known:

@@ -15,6 +15,7 @@ from weightwire.cli.output import StdoutClosed, StdoutFailed, note, object_, pri
 from weightwire.errors import (
     AllocationError,
     CacheError,
+    CacheUnavailable,
     CompletionError,
     ConfigError,
     IntegrityError,
@@ -40,6 +41,7 @@ __all__ = [
     "by_signal",
     "cannot_here",
     "debug",
+    "error_facts",
     "say",
 ]
 
@@ -82,7 +84,7 @@ def as_failure(error: Exception) -> Failure:
         return Failure(error, USAGE)
     if isinstance(error, IntegrityError):
         return Failure(error, CONTENT)
-    if isinstance(error, StdoutFailed):
+    if isinstance(error, (StdoutFailed, CacheUnavailable)):
         return Failure(error, ENVIRONMENT)
     if isinstance(error, CacheError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return Failure(error, ENVIRONMENT)
@@ -151,11 +153,12 @@ def say(error: Exception, *, json: bool) -> int:
     if json:
         # Where stdout is gone, the exit code and stderr have said it already.
         with suppress(StdoutClosed, StdoutFailed):
-            object_({"error": _facts(failure)})
+            object_({"error": error_facts(failure)})
     return failure.code
 
 
-def _facts(failure: Failure) -> dict[str, Any]:
+def error_facts(failure: Failure) -> dict[str, Any]:
+    """The members of an error's object."""
     error = failure.error
     facts: dict[str, Any] = {
         "type": failure.kind,
@@ -172,6 +175,8 @@ def _facts(failure: Failure) -> dict[str, Any]:
         names = ("path", "errno")
     elif isinstance(error, AllocationError):
         names = ("nbytes",)
+    elif isinstance(error, CacheUnavailable):
+        names = ("endpoint",)
     elif isinstance(error, VersionError):
         names = ("ours", "theirs")
     elif isinstance(error, TransferTimeout):

@@ -22,7 +22,7 @@ from weightwire.cli.root import root
 
 pytestmark = pytest.mark.timeout(120)
 
-VERBS = ("serve", "push", "hash", "info", "demo", "seed", "cache")
+VERBS = ("serve", "push", "hash", "info", "demo", "seed", "cache", "warm")
 
 
 def test_version(invoke) -> None:
@@ -78,6 +78,7 @@ CASES = [
     (errors.VersionError("x", ours="1.0 to 8.0", theirs="99.0"), 1, ("ours", "theirs")),
     (errors.CacheError("x", path="/cache", errno=errno.ENOSPC), 1, ("path", "errno")),
     (errors.CacheError("x", path="/cache", errno=errno.EROFS), 3, ("path", "errno")),
+    (errors.CacheUnavailable("x", endpoint="h:1"), 3, ("endpoint",)),
     (errors.IntegrityError("x", name="t", expected="00", actual="01"), 4, ("name", "expected", "actual")),
     (errors.AllocationError("x", nbytes=5), 1, ("nbytes",)),
     (

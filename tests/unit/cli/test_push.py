@@ -29,6 +29,9 @@ MEMBERS = {
     "sent",
     "hits",
     "misses",
+    "corrupt_hits",
+    "hashes_known",
+    "threads",
     "verified",
     "seconds",
     "gib_per_s",
@@ -102,7 +105,90 @@ def test_the_environment_sets_what_options_do_not(invoke, tmp_path: Path, large_
         assert invoke(*words, "--cache", "never", WEIGHTWIRE_CACHE="always").json["misses"] == 0
         invoke(*words, WEIGHTWIRE_CACHE="sometimes").failed(2, "WEIGHTWIRE_CACHE", "sometimes")
         invoke(*words, WEIGHTWIRE_TIMEOUT="-1").failed(2, "WEIGHTWIRE_TIMEOUT")
+        invoke(*words, GGML_RPC_LOAD_THREADS="65").failed(2, "GGML_RPC_LOAD_THREADS", "65")
+        invoke(*words, WEIGHTWIRE_IN_FLIGHT="none").failed(2, "WEIGHTWIRE_IN_FLIGHT")
+        assert invoke(*words, GGML_RPC_LOAD_THREADS="3", WEIGHTWIRE_CACHE="always").json["threads"] == 3
+        assert invoke(*words, "--threads", "0", WEIGHTWIRE_CACHE="always").json["threads"] == 0
         invoke(*words, WEIGHTWIRE_PROTOCOL="9.0").failed(2, "WEIGHTWIRE_PROTOCOL", "9.0", "7.0, 8.0")
+
+
+def test_what_the_cache_cut_short_is_sent_if_it_is_looked_for(invoke, large_arrays: Path) -> None:
+    """As a stock server fills a tensor from such a file: it says that it did."""
+    from support.scripted import ScriptedServer, StandIn
+
+    class Careless(StandIn):
+        def serve(self, message):
+            answer = super().serve(message)
+            return b"\1" if message.command == 7 else answer
+
+    for options, corrupt in ((["--cache", "always"], 1), (["--cache", "always", "--no-probe"], 0), (["--probe"], 1)):
+        with ScriptedServer(Careless(flags=1)) as server:
+            report = invoke("push", str(large_arrays), server.endpoint, "--json", *options).json
+            assert report["corrupt_hits"] == corrupt, options
+            assert report["hits"] == 1 - corrupt
+
+
+def test_only_the_layers_asked_for(invoke, server, small_gguf: Path) -> None:
+    words = ("push", str(small_gguf), server.endpoints[0], "--json")
+    report = invoke(*words, "--layers", "1", "--include", "ffn_").json
+    assert sorted(server.tensors) == [f"blk.1.ffn_{part}.weight" for part in ("down", "gate", "up")]
+    assert report["tensors"] == 3
+    invoke(*words, "--layers", "5000-").failed(2, "5000-", "layers 0-")
+
+
+@pytest.fixture
+def pair() -> Iterator[list[weightwire.Server]]:
+    """Two servers that keep what they get."""
+    with weightwire.Server(port=0, retain="process") as one, weightwire.Server(port=0, retain="process") as other:
+        yield [one, other]
+
+
+def test_several_servers_each_with_its_layers(invoke, pair, small_gguf: Path) -> None:
+    endpoints = [server.endpoints[0] for server in pair]
+    words = ("push", str(small_gguf), *endpoints, "--include", "ffn_", "--verify")
+    ran = invoke(*words, "--layers", "0-1", "--layers", "2-3", "--json")
+    assert (ran.code, ran.err) == (0, "")
+    report = ran.json
+    assert set(report) == {"endpoints", "totals"}
+    assert all(set(each) == MEMBERS and each["verified"] for each in report["endpoints"])
+    assert [each["endpoint"] for each in report["endpoints"]] == endpoints
+    for server, blocks in zip(pair, ((0, 1), (2, 3)), strict=True):
+        assert sorted(server.tensors) == sorted(
+            f"blk.{block}.ffn_{part}.weight" for block in blocks for part in ("gate", "up", "down")
+        )
+    totals = report["totals"]
+    assert totals["tensors"] == 12
+    assert totals["failed"] == 0
+    for name in ("bytes", "sent", "hits", "misses"):
+        assert totals[name] == sum(each[name] for each in report["endpoints"])
+    assert totals["seconds"] >= max(each["seconds"] for each in report["endpoints"])
+
+
+def test_several_servers_as_text(invoke, pair, small_gguf: Path) -> None:
+    ran = invoke("push", str(small_gguf), *(server.endpoints[0] for server in pair))
+    assert ran.code == 0
+    assert ran.out.count("pushed 876 tensors") == 2
+    assert all(server.endpoints[0] in ran.out for server in pair)
+    assert all(len(server.tensors) == 876 for server in pair)
+
+
+def test_one_of_several_that_fails_stops_none_and_is_the_exit_code(
+    invoke, server, nowhere: str, small_gguf: Path
+) -> None:
+    words = ("push", str(small_gguf), nowhere, server.endpoints[0])
+    ran = invoke(*words, "--json").failed(1, nowhere)
+    failed, done = ran.json["endpoints"]
+    assert failed["endpoint"] == nowhere
+    assert failed["error"]["type"] == "TransportError"
+    assert failed["error"]["exit_code"] == 1
+    assert done["tensors"] == ran.json["totals"]["tensors"] == len(server.tensors) == 876
+    assert ran.json["totals"]["failed"] == 1
+    text = invoke(*words).failed(1, nowhere)
+    assert text.out.count("pushed 876 tensors") == 1
+    with weightwire.Server(port=0, destination=lambda nbytes, device: _Liar(nbytes)) as liar:
+        ran = invoke(*words, liar.endpoints[0], "--verify", "--json")
+    assert ran.code == 4, "the worst of 1, 0 and 4"
+    assert [each.get("error", {}).get("exit_code", 0) for each in ran.json["endpoints"]] == [1, 0, 4]
 
 
 # How it fails: the exit code, and that both people and programs learn why.
@@ -115,6 +201,13 @@ def test_the_environment_sets_what_options_do_not(invoke, tmp_path: Path, large_
         (("push", "m"), "HOST:PORT"),
         (("push", "m", "h:1", "--cache", "maybe"), "maybe"),
         (("push", "m", "h:1", "--timeout", "0"), "seconds"),
+        (("push", "m", "h:1", "--layers", "9-3"), "3-9"),
+        (("push", "m", "h:1", "--layers", "all"), "'other'"),
+        (("push", "m", "h:1", "--threads", "65"), "64"),
+        (("push", "m", "h:1", "h:1"), "h:1"),
+        (("push", "m", "h", "h:50052"), "twice"),
+        (("push", "m", "h:1", "h:2", "--include", "a", "--include", "b", "--include", "c"), "3 times, for 2 servers"),
+        (("push", "m", "h:1", "--layers", "1", "--layers", "2"), "2 times, for 1 server"),
         (("push", "m", "h:1", "--timeout", "nan"), "seconds"),
         (("push", "m", "h:1", "--include", "("), "regular expression"),
         (("push", "m", "h:1", "--protocol", "seven"), "protocol version"),
@@ -330,6 +423,26 @@ def test_ctrl_c_ends_it_with_130_and_no_traceback(spawn, finish, gated, small_gg
     assert ran.code == 130
     assert ran.err == "weightwire: interrupted\n"
     assert ran.out == ""
+
+
+def test_ctrl_c_ends_all_of_them(spawn, finish, gated, server, small_gguf: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes the connection, and never answers HELLO
+        mute = f"127.0.0.1:{silent.getsockname()[1]}"
+        process = spawn("push", str(small_gguf), gated.endpoint, server.endpoints[0], mute, "-q", "--timeout", "50")
+        assert gated.reached.wait(60)
+        process.send_signal(signal.SIGINT)
+        ran = finish(process)
+    assert ran.code == 130
+    assert ran.err == "weightwire: interrupted\n"
+    assert ran.out == ""
+
+
+def test_progress_of_several_is_their_sum(spawn, finish, gated, server, small_gguf: Path) -> None:
+    process = spawn("push", str(small_gguf), gated.endpoint, server.endpoints[0])
+    line = process.stderr.readline()
+    assert re.fullmatch(r"pushing: +\d+ %, .* of 32\.0 MiB, \d+\.\d\d GiB/s.*\n", line)
+    gated.opened.set()
+    assert finish(process).code == 0
 
 
 def test_without_a_terminal_progress_is_a_line_every_two_seconds(spawn, finish, gated, small_gguf: Path) -> None:
