@@ -67,10 +67,10 @@ def seed(
     """Put every tensor of ``model`` over 10 MiB into the cache ``directory``, as a server that received it would.
 
     ``directory`` is made if missing; None is that of a stock server, `default_directory`. ``include`` is a regular
-    expression found in the names of the tensors wanted. ``threads`` (0 to 64; 0: in line; None: one for each CPU of
-    this process) copy and hash. ``index`` is the index of hashes (a path or `HashIndex`; None: the user's; False:
-    none): a tensor it knows, with an entry of the right size, is not read, unless ``verify``, which reads such entries
-    and replaces damaged ones.
+    expression found in the names of the tensors wanted. ``threads`` (0 to 64; 0: in line; None: GGML_RPC_LOAD_THREADS,
+    or one for each CPU of this process, at most 8) copy and hash. ``index`` is the index of hashes (a path or
+    `HashIndex`; None: the user's; False: none): a tensor it knows, with an entry of the right size, is not read, unless
+    ``verify``, which reads such entries and replaces damaged ones.
     ``progress(name, done, total)``, in bytes, is called on this thread.
 
     An entry is named after what was read back from it, synced, and put in place in one step: whatever interrupts, it is

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import click
 
-from weightwire.cli.caches import cache_dir, cache_path, load_threads, moment, threads
+from weightwire.cli.caches import cache_dir, cache_path, moment, threads
 from weightwire.cli.failures import CONTENT, FAILED
 from weightwire.cli.options import help_, json_output, quiet
 from weightwire.cli.output import human_bytes, line, note, object_, printable
@@ -96,10 +96,10 @@ def verify(cache: str | None, quarantine: bool, remove: bool, threads: int | Non
     if quarantine and remove:
         raise ConfigError("--quarantine and --remove exclude each other", hint="give one of them")
     bad: Literal["keep", "quarantine", "remove"] = "quarantine" if quarantine else "remove" if remove else "keep"
-    directory, count = cache_path(cache), load_threads(threads)
+    directory = cache_path(cache)
     total = sum(entry.nbytes for entry in list_entries(directory, index=False).entries)
     with Progress("verifying", total, choose_display(quiet)) as progress:
-        report = verify_cache(directory, threads=count, bad=bad, progress=progress.report)
+        report = verify_cache(directory, threads=threads, bad=bad, progress=progress.report)
     if as_json:
         object_(asdict(report))
     else:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 import click
 
+from weightwire.config import MAX_THREADS
 from weightwire.errors import ConfigError
 
-__all__ = ["cache_dir", "cache_path", "load_threads", "moment", "threads"]
+__all__ = ["cache_dir", "cache_path", "moment", "threads"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-_MOST: Final = 64
-_VARIABLE: Final = "GGML_RPC_LOAD_THREADS"
 
 
 def cache_dir(function: _F) -> _F:
@@ -33,23 +31,11 @@ def threads(function: _F) -> _F:
     """``--threads``."""
     return click.option(
         "--threads",
-        type=click.IntRange(0, _MOST),
+        type=click.IntRange(0, MAX_THREADS),
         metavar="N",
-        help=f"Threads that read and hash; 0: none but the main one. [{_VARIABLE}; default: one for each CPU]",
+        help="Threads that read and hash; 0: none but the main one. [GGML_RPC_LOAD_THREADS; default: one for each CPU, "
+        "at most 8]",
     )(function)
-
-
-def load_threads(given: int | None) -> int | None:
-    """``given``, else what the environment says; None for neither. ConfigError names a variable that cannot be used."""
-    text = os.environ.get(_VARIABLE)
-    if given is not None or text is None:
-        return given
-    if not text.strip().isascii() or not text.strip().isdigit() or int(text) > _MOST:
-        raise ConfigError(
-            f"environment variable {_VARIABLE}: {text!r} is not a number from 0 to {_MOST}",
-            hint=f"correct or unset {_VARIABLE}; see docs/configuration.md",
-        )
-    return int(text)
 
 
 def cache_path(text: str | None) -> Path | None:
