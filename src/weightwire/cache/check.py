@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from weightwire.cache.indexed import index_for
+from weightwire.cache.indexed import IndexChoice, index_for
 from weightwire.cache.inspect import Entry, entry_kind, list_entries
 from weightwire.cache.pool import run_each, worker_count
 from weightwire.cache.quarantine import move_aside
 from weightwire.errors import ConfigError, ModelError
 from weightwire.hashing import hash_payloads
-from weightwire.index import Hashes, HashIndex, Owner, hash_with_digest, identity_of
+from weightwire.index import Hashes, Owner, hash_with_digest, identity_of
 from weightwire.ranges import FileRange
 
 __all__ = ["BadEntry", "CacheReport", "verify_cache"]
@@ -69,7 +69,7 @@ def verify_cache(
     *,
     threads: int | None = None,
     bad: Literal["keep", "quarantine", "remove"] = "keep",
-    index: HashIndex | bool | None = None,
+    index: IndexChoice = None,
     progress: Callable[[str, int, int], object] | None = None,
 ) -> CacheReport:
     """Read every entry of the cache ``directory`` (None: a stock server's) and compare its hash with its name.
@@ -77,8 +77,9 @@ def verify_cache(
     ``threads`` as for `seed`. ``bad`` says what becomes of a file that is not what its name says: it stays, goes to
     quarantine (see `weightwire.cache.quarantine`), or is removed; either takes the name only, so that a server that has
     it open reads on. A directory, a link, a fifo or the like of an entry's name is reported and never opened or
-    touched. ``index`` (None: the user's; False: none) knows tensors by their SHA-256, too: an entry that hashes to its
-    name but is another content is a collision. ``progress(name, done, total)``, in bytes, is called on this thread.
+    touched. ``index`` (a path or `HashIndex`; None: the user's; False: none) knows tensors by their SHA-256, too: an
+    entry that hashes to its name but is another content is a collision. ``progress(name, done, total)``, in bytes, is
+    called on this thread.
 
     Raises ConfigError if the directory is not there, CacheError if it cannot be listed.
     """

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from weightwire.cache.indexed import index_for
+from weightwire.cache.indexed import IndexChoice, index_for
 from weightwire.cache.quarantine import FOLDER, list_quarantine
 from weightwire.cache.store import checked_directory, default_directory
 from weightwire.errors import CacheError, ConfigError
-from weightwire.index import HashIndex, Owner
+from weightwire.index import Owner
 
 __all__ = ["CacheStatus", "Entry", "Listing", "cache_status", "entry_kind", "list_entries", "place_of"]
 
@@ -104,11 +104,11 @@ def entry_kind(mode: int) -> str:
     return next((name for is_it, name in kinds if is_it(mode)), "device")
 
 
-def list_entries(directory: str | os.PathLike[str] | None = None, *, index: HashIndex | bool | None = None) -> Listing:
+def list_entries(directory: str | os.PathLike[str] | None = None, *, index: IndexChoice = None) -> Listing:
     """What the cache ``directory`` (None: a stock server's) holds. No file is opened.
 
-    ``index`` is the index of hashes that tells whose tensors the entries are (None: the user's; False: none). Raises
-    ConfigError if the directory is not there, CacheError if it cannot be listed.
+    ``index`` is the index of hashes that tells whose tensors the entries are (a path or `HashIndex`; None: the user's;
+    False: none). Raises ConfigError if the directory is not there, CacheError if it cannot be listed.
     """
     path = place_of(directory)
     with index_for(index) as known:

@@ -8,11 +8,9 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ThreadPoolExecutor, wait
 from typing import Final, TypeVar
 
-from weightwire.errors import ConfigError
+from weightwire.config import LoadConfig
 
-__all__ = ["MOST_THREADS", "run_each", "worker_count"]
-
-MOST_THREADS: Final = 64
+__all__ = ["run_each", "worker_count"]
 
 _LOOK: Final = 0.1
 """Seconds between two looks around."""
@@ -22,15 +20,13 @@ _R = TypeVar("_R")
 
 
 def worker_count(threads: int | None) -> int:
-    """How many threads to work with: ``threads``, or as many as this process has CPUs. 0 is none: work in line.
+    """How many threads to work with: ``threads``, else GGML_RPC_LOAD_THREADS, else by the CPUs this process may use. 0
+    is none: work in line.
 
-    ConfigError unless it is a whole number from 0 to `MOST_THREADS`.
+    ConfigError unless it is a whole number from 0 to 64.
     """
-    if threads is None:
-        return min(len(os.sched_getaffinity(0)), MOST_THREADS)
-    if isinstance(threads, bool) or not isinstance(threads, int) or not 0 <= threads <= MOST_THREADS:
-        raise ConfigError(f"threads: {threads!r} is not a number from 0 to {MOST_THREADS}")
-    return threads
+    named = {name: value for name, value in os.environ.items() if name == "GGML_RPC_LOAD_THREADS"}
+    return LoadConfig.resolve(threads=threads, environ=named).threads
 
 
 def run_each(

@@ -8,11 +8,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from weightwire.cache.indexed import IndexChoice
 from weightwire.cache.inspect import Entry, list_entries
 from weightwire.cache.quarantine import empty_quarantine, list_quarantine
 from weightwire.cache.store import TensorCache
 from weightwire.errors import ConfigError
-from weightwire.index import HashIndex
 
 __all__ = ["PruneResult", "prune_cache"]
 
@@ -45,7 +45,7 @@ def prune_cache(
     max_age: float | None = None,
     quarantine: bool = False,
     dry_run: bool = False,
-    index: HashIndex | bool | None = None,
+    index: IndexChoice = None,
 ) -> PruneResult:
     """Remove entries of the cache ``directory`` (None: a stock server's) until it is as wanted.
 
@@ -53,7 +53,7 @@ def prune_cache(
     remain (0: all go). An entry's last use is the later of its times of access and modification. ``quarantine`` empties
     the quarantine. Temporary files whose writer died go in any case; no other name is touched. A server that is reading
     an entry reads on, as only the name goes; one used meanwhile is spared. With ``dry_run`` nothing is removed.
-    ``index`` names the tensors of what is removed (None: the user's; False: none).
+    ``index`` names the tensors of what is removed (a path or `HashIndex`; None: the user's; False: none).
 
     Raises ConfigError if the directory is not there or nothing is asked for, CacheError if it cannot be listed.
     """

@@ -1,7 +1,7 @@
 """Entries read straight into memory, in parallel pieces, hashed behind the reading.
 
-FNV-1a is a chain, so the bytes of one entry are hashed in order by one thread, the one that wants the answer. Workers
-read the pieces meanwhile, those of entries that are wanted later too.
+FNV-1a is a chain, so the bytes of one entry are hashed in order, one piece after the other. The thread that
+wants the answer hashes and reads; so do the workers, for that entry and for those that are wanted next.
 """
 
 from __future__ import annotations
@@ -53,78 +53,43 @@ def read_exactly(fd: int, piece: memoryview, offset: int) -> None:
 class Fill:
     """One entry on its way into memory; made by `Reader.start`, which owns ``fd`` from then on.
 
-    ``placed_at`` is where ``window`` starts in its mapping, bytes: pieces end at multiples of `PIECE` there.
+    ``placed_at`` is where ``window`` starts in its mapping, bytes: pieces end at multiples of `PIECE` there. With
+    ``hashed`` what is in place is hashed, in order, by whoever has nothing to read.
     """
 
-    def __init__(self, reader: Reader, fd: int, window: memoryview, placed_at: int) -> None:
+    def __init__(self, reader: Reader, fd: int, window: memoryview, placed_at: int, hashed: bool) -> None:
         self.nbytes = window.nbytes
         self._reader = reader
         self._fd = fd
         self._before = os.fstat(fd)
         self._window: memoryview | None = window
         self._first = min(self.nbytes, PIECE - placed_at % PIECE)
-        self._placed_at = placed_at
         self._claimed = 0
         self._running = 0
         self._ready = 0
         self._early: dict[int, int] = {}
+        self._hashed = 0 if hashed else self.nbytes
+        self._hashing = False
+        self._digest: int | None = FNV_OFFSET if hashed else None
         self._error: BaseException | None = None
         self._dropped = False
-
-    def claim(self) -> tuple[int, int] | None:
-        """The next piece nobody reads yet, ``[start, end)``; None if there is none. The reader's lock is held."""
-        start = self._claimed
-        if start >= self.nbytes or self._error is not None or self._dropped:
-            return None
-        end = self._first if not start else min(start + PIECE, self.nbytes)
-        self._claimed = end
-        self._running += 1
-        return start, end
-
-    def read(self, start: int, end: int) -> None:
-        """Read a claimed piece, without the lock."""
-        window = self._window
-        assert window is not None
-        if self.nbytes > PIECE:
-            advise(self._fd, end, min(self.nbytes - end, _AHEAD))
-        read_exactly(self._fd, window[start:end], start)
-
-    def done(self, start: int, end: int, error: BaseException | None) -> None:
-        """A claimed piece is there, or could not be read. The reader's lock is held."""
-        self._running -= 1
-        if error is not None:
-            self._error = self._error or error
-        else:
-            self._early[start] = end
-            while (after := self._early.pop(self._ready, None)) is not None:
-                self._ready = after
-        self._release()
-
-    def finish(self, *, hashed: bool) -> int | None:
-        """Wait until the entry is in memory; the FNV-1a 64 of what is there if ``hashed``, else None.
-
-        Raises EntryChanged if the file was written to meanwhile, OSError if it could not be read, ReadingStopped after
-        `Reader.stop`. Nobody writes to the memory any more when it returns or raises OSError.
-        """
-        digest = FNV_OFFSET
-        done = 0
-        while done < self.nbytes:
-            ready = self._reader.wait(self, done)
-            if hashed:
-                assert self._window is not None
-                # In steps, so that what has been read meanwhile is seen soon.
-                ready = min(ready, done + PIECE)
-                digest = fnv1a64(self._window[done:ready], digest)
-            done = ready
-        after = os.fstat(self._fd)
-        if (after.st_size, after.st_mtime_ns) != (self._before.st_size, self._before.st_mtime_ns):
-            raise EntryChanged("it was written to while it was read")
-        return digest if hashed else None
 
     @property
     def fd(self) -> int:
         """The open file, until `drop`."""
         return self._fd
+
+    def finish(self) -> int | None:
+        """Wait until the entry is in memory; the FNV-1a 64 of what is there, if it was to be hashed.
+
+        Raises EntryChanged if the file was written to meanwhile, OSError if it could not be read, ReadingStopped after
+        `Reader.stop`. Nobody writes to the memory any more when it returns or raises OSError.
+        """
+        self._reader.finish(self)
+        after = os.fstat(self._fd)
+        if (after.st_size, after.st_mtime_ns) != (self._before.st_size, self._before.st_mtime_ns):
+            raise EntryChanged("it was written to while it was read")
+        return self._digest
 
     def drop(self) -> None:
         """Close the file as soon as nobody reads from it any more, and read no further pieces. Idempotent."""
@@ -139,18 +104,60 @@ class Fill:
             self._fd = -1
             self._window = None
 
-    # For the reader, with its lock held.
+    # For the reader: with its lock held, but for `work`.
 
-    def progress(self, beyond: int) -> int | None:
-        """Bytes that are in place, if more than ``beyond``; None if one has to wait.
-
-        Raises what went wrong, once nobody writes to the memory any more.
-        """
+    def finished(self) -> bool:
+        """Whether all is in place, and hashed. Raises what went wrong, once nobody is at it any more."""
+        if self._running:
+            return False
         if self._error is not None:
-            if self._running:
-                return None
             raise self._error
-        return self._ready if self._ready > beyond else None
+        return self._ready == self._hashed == self.nbytes
+
+    def claim_read(self) -> tuple[int, int, bool] | None:
+        """The next piece nobody reads yet, ``[start, end)`` and False; None if there is none."""
+        start = self._claimed
+        if start >= self.nbytes or self._error is not None or self._dropped:
+            return None
+        end = self._first if not start else min(start + PIECE, self.nbytes)
+        self._claimed = end
+        self._running += 1
+        return start, end, False
+
+    def claim_hash(self) -> tuple[int, int, bool] | None:
+        """The next piece to be hashed, and True; None if it is not in place yet, or somebody hashes already."""
+        start = self._hashed
+        if start >= self._ready or self._hashing or self._error is not None or self._dropped:
+            return None
+        self._hashing = True
+        self._running += 1
+        return start, min(self._ready, start + PIECE), True
+
+    def work(self, start: int, end: int, hashing: bool) -> None:
+        """Read or hash a claimed piece."""
+        window = self._window
+        assert window is not None
+        if hashing:
+            assert self._digest is not None
+            self._digest = fnv1a64(window[start:end], self._digest)
+            return
+        if self.nbytes > PIECE:
+            advise(self._fd, end, min(self.nbytes - end, _AHEAD))
+        read_exactly(self._fd, window[start:end], start)
+
+    def done(self, start: int, end: int, hashing: bool, error: BaseException | None) -> None:
+        """A claimed piece has been dealt with."""
+        self._running -= 1
+        if error is not None:
+            self._error = self._error or error
+        if hashing:
+            self._hashing = False
+            self._hashed = end
+        elif error is None:
+            self._early[start] = end
+            while (after := self._early.pop(self._ready, None)) is not None:
+                self._ready = after
+        self._release()
 
 
 class Reader:
@@ -166,9 +173,9 @@ class Reader:
         self._tokens = 0
         self._stopped = False
 
-    def start(self, fd: int, window: memoryview, placed_at: int) -> Fill:
+    def start(self, fd: int, window: memoryview, placed_at: int, *, hashed: bool) -> Fill:
         """Begin to read all of ``window`` from the start of the file ``fd``, which belongs to the fill from now on."""
-        fill = Fill(self, fd, window, placed_at)
+        fill = Fill(self, fd, window, placed_at, hashed)
         pieces = 1 + -(-window.nbytes // PIECE)
         with self.condition:
             self._fills.append(fill)
@@ -182,24 +189,20 @@ class Reader:
                     self._tokens -= 1
         return fill
 
-    def wait(self, fill: Fill, beyond: int) -> int:
-        """How many bytes of ``fill`` are in place, more than ``beyond``: waits for them, and reads a piece itself where
-        no worker has taken it.
-        """
+    def finish(self, fill: Fill) -> None:
+        """Return when ``fill`` is finished. Whoever wants it helps: workers may be few, or busy with other clients."""
         while True:
             with self.condition:
                 while True:
                     if self._stopped:
                         raise ReadingStopped
-                    ready = fill.progress(beyond)
-                    if ready is not None:
-                        return ready
-                    # Whoever wants it helps: workers may be few, or busy with other clients.
-                    piece = fill.claim()
+                    if fill.finished():
+                        return
+                    piece = fill.claim_hash() or fill.claim_read()
                     if piece is not None:
                         break
                     self.condition.wait()
-            self._read(fill, *piece)
+            self._work(fill, *piece)
 
     def forget(self, fill: Fill) -> None:
         """The fill is over."""
@@ -220,26 +223,34 @@ class Reader:
         for fill in fills:
             fill.drop()
 
+    def _claim(self) -> tuple[Fill, tuple[int, int, bool]] | None:
+        for claim in (Fill.claim_read, Fill.claim_hash):
+            for fill in self._fills:
+                piece = claim(fill)
+                if piece is not None:
+                    return fill, piece
+        return None
+
     def _turn(self) -> None:
         """One piece on a worker, then to the end of its queue again."""
         while True:
             with self.condition:
-                claimed = next(((fill, piece) for fill in self._fills if (piece := fill.claim()) is not None), None)
+                claimed = self._claim()
                 if claimed is None:
                     self._tokens -= 1
                     return
             fill, piece = claimed
-            self._read(fill, *piece)
+            self._work(fill, *piece)
             del claimed, fill
             if self._workers.submit(self._turn):
                 return
 
-    def _read(self, fill: Fill, start: int, end: int) -> None:
+    def _work(self, fill: Fill, start: int, end: int, hashing: bool) -> None:
         error: BaseException | None = None
         try:
-            fill.read(start, end)
+            fill.work(start, end, hashing)
         except BaseException as caught:
             error = caught
         with self.condition:
-            fill.done(start, end, error)
+            fill.done(start, end, hashing, error)
             self.condition.notify_all()

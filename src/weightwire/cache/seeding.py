@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import os
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from weightwire.cache.copying import CopyingWriter, StrictCache
-from weightwire.cache.indexed import index_for
+from weightwire.cache.indexed import IndexChoice, index_for
 from weightwire.cache.pool import run_each, worker_count
 from weightwire.cache.store import default_directory, entry_name
 from weightwire.errors import CacheError, ConfigError
@@ -62,15 +61,16 @@ def seed(
     include: str | None = None,
     threads: int | None = None,
     verify: bool = False,
-    index: HashIndex | bool | None = None,
+    index: IndexChoice = None,
     progress: Callable[[str, int, int], object] | None = None,
 ) -> SeedResult:
     """Put every tensor of ``model`` over 10 MiB into the cache ``directory``, as a server that received it would.
 
     ``directory`` is made if missing; None is that of a stock server, `default_directory`. ``include`` is a regular
-    expression found in the names of the tensors wanted. ``threads`` (0 to 64; 0: in line; None: one for each CPU of
-    this process) copy and hash. ``index`` is the index of hashes (None: the user's; False: none): a tensor it knows,
-    with an entry of the right size, is not read, unless ``verify``, which reads such entries and replaces damaged ones.
+    expression found in the names of the tensors wanted. ``threads`` (0 to 64; 0: in line; None: GGML_RPC_LOAD_THREADS,
+    or one for each CPU of this process, at most 8) copy and hash. ``index`` is the index of hashes (a path or
+    `HashIndex`; None: the user's; False: none): a tensor it knows, with an entry of the right size, is not read, unless
+    ``verify``, which reads such entries and replaces damaged ones.
     ``progress(name, done, total)``, in bytes, is called on this thread.
 
     An entry is named after what was read back from it, synced, and put in place in one step: whatever interrupts, it is
@@ -261,8 +261,7 @@ class _Seeding:
             return None if self._cache.size_of(content_hash) is None else False
         try:
             if not self._verify or hash_payloads([FileRange(fd, 0, nbytes)], check=check) == [content_hash]:
-                with contextlib.suppress(OSError):  # wanted again: it is not to be pruned first
-                    os.utime(fd, ns=(time.time_ns(), os.fstat(fd).st_mtime_ns))
+                self._cache.used(fd)  # wanted again: it is not to be pruned first
                 return True
         except ValueError:  # a ModelError: it shrank, or cannot be read
             pass

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import click
 
-from weightwire.cli.caches import cache_dir, cache_failures, cache_path, load_threads, moment, threads
+from weightwire.cli.caches import cache_dir, cache_path, moment, threads
 from weightwire.cli.failures import CONTENT, FAILED
 from weightwire.cli.options import help_, json_output, quiet
 from weightwire.cli.output import human_bytes, line, note, object_, printable
@@ -57,8 +57,7 @@ def list_(cache: str | None, as_json: bool) -> None:
     """
     from weightwire.cache import list_entries
 
-    with cache_failures():
-        listing = list_entries(cache_path(cache))
+    listing = list_entries(cache_path(cache))
     if as_json:
         object_(
             {
@@ -97,11 +96,10 @@ def verify(cache: str | None, quarantine: bool, remove: bool, threads: int | Non
     if quarantine and remove:
         raise ConfigError("--quarantine and --remove exclude each other", hint="give one of them")
     bad: Literal["keep", "quarantine", "remove"] = "quarantine" if quarantine else "remove" if remove else "keep"
-    directory, count = cache_path(cache), load_threads(threads)
-    with cache_failures():
-        total = sum(entry.nbytes for entry in list_entries(directory, index=False).entries)
-        with Progress("verifying", total, choose_display(quiet)) as progress:
-            report = verify_cache(directory, threads=count, bad=bad, progress=progress.report)
+    directory = cache_path(cache)
+    total = sum(entry.nbytes for entry in list_entries(directory, index=False).entries)
+    with Progress("verifying", total, choose_display(quiet)) as progress:
+        report = verify_cache(directory, threads=threads, bad=bad, progress=progress.report)
     if as_json:
         object_(asdict(report))
     else:
@@ -144,14 +142,13 @@ def prune(
 
     if max_size is None and max_age is None and not quarantine:
         raise ConfigError("nothing says what to remove", hint="give --max-size, --max-age or --quarantine")
-    with cache_failures():
-        result = prune_cache(
-            cache_path(cache),
-            max_bytes=_parsed("--max-size", max_size, _size),
-            max_age=_parsed("--max-age", max_age, parse_age),
-            quarantine=quarantine,
-            dry_run=dry_run,
-        )
+    result = prune_cache(
+        cache_path(cache),
+        max_bytes=_parsed("--max-size", max_size, _size),
+        max_age=_parsed("--max-age", max_age, parse_age),
+        quarantine=quarantine,
+        dry_run=dry_run,
+    )
     if as_json:
         facts = asdict(result) | {
             "removed": [_entry(entry) for entry in result.removed],
@@ -183,8 +180,7 @@ def stat(cache: str | None, as_json: bool) -> None:
     """Print how many entries there are, their bytes, when they were used, and the room that is left."""
     from weightwire.cache import cache_status
 
-    with cache_failures():
-        status = cache_status(cache_path(cache))
+    status = cache_status(cache_path(cache))
     if as_json:
         facts = asdict(status)
         facts["oldest"], facts["newest"] = moment(facts.pop("oldest_ns")), moment(facts.pop("newest_ns"))

@@ -1,25 +1,20 @@
-"""What the verbs that work on a cache directory share: its option, threads, and how failures of a disk end."""
+"""What the verbs that work on a cache directory share: its option, threads, and times."""
 
 from __future__ import annotations
 
-import errno
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 import click
 
-from weightwire.cli.failures import ENVIRONMENT, Failure
-from weightwire.errors import CacheError, ConfigError
+from weightwire.config import MAX_THREADS
+from weightwire.errors import ConfigError
 
-__all__ = ["cache_dir", "cache_failures", "cache_path", "load_threads", "moment", "threads"]
+__all__ = ["cache_dir", "cache_path", "moment", "threads"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-_MOST: Final = 64
-_VARIABLE: Final = "GGML_RPC_LOAD_THREADS"
 
 
 def cache_dir(function: _F) -> _F:
@@ -36,23 +31,11 @@ def threads(function: _F) -> _F:
     """``--threads``."""
     return click.option(
         "--threads",
-        type=click.IntRange(0, _MOST),
+        type=click.IntRange(0, MAX_THREADS),
         metavar="N",
-        help=f"Threads that read and hash; 0: none but the main one. [{_VARIABLE}; default: one for each CPU]",
+        help="Threads that read and hash; 0: none but the main one. [GGML_RPC_LOAD_THREADS; default: one for each CPU, "
+        "at most 8]",
     )(function)
-
-
-def load_threads(given: int | None) -> int | None:
-    """``given``, else what the environment says; None for neither. ConfigError names a variable that cannot be used."""
-    text = os.environ.get(_VARIABLE)
-    if given is not None or text is None:
-        return given
-    if not text.strip().isascii() or not text.strip().isdigit() or int(text) > _MOST:
-        raise ConfigError(
-            f"environment variable {_VARIABLE}: {text!r} is not a number from 0 to {_MOST}",
-            hint=f"correct or unset {_VARIABLE}; see docs/configuration.md",
-        )
-    return int(text)
 
 
 def cache_path(text: str | None) -> Path | None:
@@ -65,17 +48,6 @@ def cache_path(text: str | None) -> Path | None:
         return Path(text).expanduser()
     except RuntimeError as error:
         raise ConfigError(f"--cache: {text}: {error}", hint="write the path without ~") from error
-
-
-@contextmanager
-def cache_failures() -> Iterator[None]:
-    """Inside: a cache directory is used. That this user may not is the environment's doing."""
-    try:
-        yield
-    except CacheError as error:
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            raise Failure(error, ENVIRONMENT) from error
-        raise
 
 
 def moment(ns: int | None) -> str | None:

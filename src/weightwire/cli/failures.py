@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import traceback
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import click
 from weightwire.cli.output import StdoutClosed, StdoutFailed, note, object_, printable
 from weightwire.errors import (
     AllocationError,
+    CacheError,
     CacheUnavailable,
     CompletionError,
     ConfigError,
@@ -83,6 +85,8 @@ def as_failure(error: Exception) -> Failure:
     if isinstance(error, IntegrityError):
         return Failure(error, CONTENT)
     if isinstance(error, (StdoutFailed, CacheUnavailable)):
+        return Failure(error, ENVIRONMENT)
+    if isinstance(error, CacheError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return Failure(error, ENVIRONMENT)
     if isinstance(error, WeightwireError):
         # Including a ModelError: one raised before the transfer has been turned into a usage failure already.
@@ -167,6 +171,8 @@ def error_facts(failure: Failure) -> dict[str, Any]:
         names = ("path", "offset")
     elif isinstance(error, IntegrityError):
         names = ("name", "expected", "actual")
+    elif isinstance(error, CacheError):
+        names = ("path", "errno")
     elif isinstance(error, AllocationError):
         names = ("nbytes",)
     elif isinstance(error, CacheUnavailable):

@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 import click
 
-from weightwire.cli.caches import cache_dir, cache_failures, cache_path, load_threads, threads
+from weightwire.cli.caches import cache_dir, cache_path, threads
 from weightwire.cli.failures import as_usage
 from weightwire.cli.options import help_, include, json_output, quiet
 from weightwire.cli.output import gib_per_second, human_bytes, line, object_, printable
@@ -42,16 +42,17 @@ def seed(
     from weightwire.cache import seed as seed_cache
     from weightwire.model import open_model
 
-    directory, count = cache_path(cache), load_threads(threads)
+    directory = cache_path(cache)
     with as_usage():
         opened = open_model(model)
     with (
         opened,
         raising_on_signals(),
-        cache_failures(),
         Progress("seeding", opened.nbytes, choose_display(quiet)) as progress,
     ):
-        result = seed_cache(opened, directory, include=include, threads=count, verify=verify, progress=progress.report)
+        result = seed_cache(
+            opened, directory, include=include, threads=threads, verify=verify, progress=progress.report
+        )
     if as_json:
         object_({"model": model} | asdict(result) | {"gib_per_s": gib_per_second(result.bytes, result.seconds)})
         return

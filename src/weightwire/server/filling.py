@@ -153,7 +153,8 @@ class Filler:
             # Fresh pages are touched by whoever reads into them, while they are in that processor's cache.
             block.reached(question.start + question.nbytes)
             window = block.direct.window(question.start, question.nbytes)
-            question.fill = self._reader.start(fd, window, question.start)
+            hashed = cache.verify == "content"
+            question.fill = self._reader.start(fd, window, question.start, hashed=hashed)
         except BaseException:
             os.close(fd)
             raise
@@ -175,11 +176,9 @@ class Filler:
             question.fd = -1
 
     def _finish(self, question: _Question, fill: Fill, cache: TensorCache) -> bool:
-        hashed = cache.verify == "content"
         filled = False
         try:
-            digest = fill.finish(hashed=hashed)
-            filled = not hashed or digest == question.content_hash
+            filled = fill.finish() in (None, question.content_hash)
             if filled:
                 cache.used(fill.fd)
             else:

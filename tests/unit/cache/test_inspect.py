@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.cachedir import contents, name_of, write_model
 
-from weightwire.cache import TensorCache, cache_status, list_entries, seed
+from weightwire.cache import cache_status, list_entries, seed
 from weightwire.errors import CacheError, ConfigError
 from weightwire.index import HashIndex
 
@@ -157,6 +157,15 @@ def test_an_entry_that_goes_meanwhile(directory: Path, monkeypatch: pytest.Monke
 
 
 def test_an_index_that_is_none(directory: Path) -> None:
-    with pytest.raises(ConfigError, match="HashIndex"):
-        list_entries(directory, index="mine")  # type: ignore[arg-type]
-    assert TensorCache(directory).size_of(int(name_of(DATA["t0"]), 16)) == 5000
+    with pytest.raises(ConfigError, match="index"):
+        list_entries(directory, index=5)  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("small_threshold")
+def test_an_index_by_its_path(tmp_path: Path, index: HashIndex) -> None:
+    assert index.path is not None
+    seed(write_model(tmp_path / "model.safetensors", DATA), tmp_path / "seeded", index=str(index.path))
+    for chosen in (index, index.path, str(index.path)):
+        assert all(entry.owners for entry in list_entries(tmp_path / "seeded", index=chosen).entries)
+    for none in (False, None, True):  # the user's is off in the tests
+        assert not any(entry.owners for entry in list_entries(tmp_path / "seeded", index=none).entries)

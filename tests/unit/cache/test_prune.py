@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cachedir import contents, files_in, name_of
+from support.cachedir import contents, name_of
+from support.leaks import eventually
 
 import weightwire
 from weightwire.cache import TensorCache, prune, prune_cache
@@ -147,17 +148,22 @@ def test_who_has_an_entry_open_reads_on(directory: Path) -> None:
 def test_beside_a_running_server(tmp_path: Path) -> None:
     import numpy as np
 
-    model = {"large": np.frombuffer(contents(11 << 20)["t0"], np.uint8)}
+    data = contents(11 << 20)["t0"]
+    model = {"large": np.frombuffer(data, np.uint8)}
     entries = tmp_path / "entries"
+    entry = entries / name_of(data)
     with (
         weightwire.Server(port=0, cache=entries) as server,
         weightwire.connect(server.endpoints[0]) as connection,
     ):
         for hits in (0, 1):
             assert connection.push(model, cache="always").summary.hits == hits
+            assert eventually(entry.exists)
         prune_cache(entries, max_bytes=0, index=False)
+        assert not entry.exists()
         assert connection.push(model, cache="always", verify=True).summary.hits == 0
-        assert list(files_in(entries).values()) == [model["large"].tobytes()]
+        assert eventually(entry.exists)
+        assert entry.read_bytes() == data
 
 
 @pytest.mark.parametrize(
