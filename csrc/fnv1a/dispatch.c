@@ -62,7 +62,7 @@ void ww_fnv1a_choose(size_t index)
     atomic_store(&chosen, index);
 }
 
-/* A zero byte only multiplies by the prime, and that can be taken back: so a tail is hashed as a block with zeros behind. */
+/* A zero byte only multiplies by the prime, and that can be taken back: a tail becomes a block with zeros behind. */
 static uint64_t hash_tail(const struct ww_fnv1a_variant *variant, const uint8_t *tail, size_t n, uint64_t hash)
 {
     uint8_t padded[WW_FNV1A_LONGEST] __attribute__((aligned(64)));

@@ -6,7 +6,7 @@
 #include <time.h>
 #include <unistd.h>
 
-/* Each runs that many lanes n bytes on; n is ready in all of them. Hashes live in locals so that they stay in registers.
+/* Each runs that many lanes n bytes on; n is ready in all of them. Hashes are locals so that they stay in registers.
  * The multiplies of the lanes hide each other, which is all that can be had below a block, and without vectors. */
 
 static void run4(struct ww_fnv1a_lane *lane, size_t n)
@@ -76,7 +76,7 @@ static int refill(struct ww_fnv1a_many *many, struct ww_fnv1a_lane *lane, struct
     lane->ready = (size_t)got;
     lane->unread -= (uint64_t)got;
     lane->offset += (uint64_t)got;
-    many->late = now_ns() >= many->until_ns; /* bytes in memory take as long as they are many; only a file can be slow */
+    many->late = now_ns() >= many->until_ns; /* bytes in memory take as long as they are many; a file can be slow */
     return 1;
 }
 
@@ -113,8 +113,8 @@ static void advance(struct ww_fnv1a_many *many, struct ww_fnv1a_lane *lane, size
     many->left = n < many->left ? many->left - n : 0;
 }
 
-/* Hashes in vectors what the lane has, and what it reads of a file, which is still in the nearest caches then. Afterwards
- * it has only a few bytes ready, or there are no vectors, or this call is spent. False: as refill. */
+/* Hashes in vectors what the lane has, and what it reads of a file, which is still in the nearest caches then.
+ * Afterwards it has only a few bytes ready, or there are no vectors, or this call is spent. False: as refill. */
 static int run_vectors(struct ww_fnv1a_many *many, struct ww_fnv1a_lane *lane, struct ww_status *status)
 {
     for (;;) {
@@ -131,8 +131,9 @@ static int run_vectors(struct ww_fnv1a_many *many, struct ww_fnv1a_lane *lane, s
     }
 }
 
-/* Leaves every active lane with bytes ready for the multiplies, unless this call is spent: finished payloads give their hash and make
- * room for the next, and a lane that nothing is left for is closed by moving the last one into its place. */
+/* Leaves every active lane with bytes ready for the multiplies, unless this call is spent: finished payloads give
+ * their hash and make room for the next, and a lane that nothing is left for is closed by moving the last one into
+ * its place. */
 static int settle(struct ww_fnv1a_many *many, struct ww_status *status)
 {
     while (many->active < WW_FNV1A_LANES && many->next < many->count) {

@@ -2,7 +2,7 @@
  *
  * Each variant includes this after it has defined
  *   vec, LANES                      a vector and its bytes
- *   WIDTH, STEPS                    vectors beside each other, bytes of a segment; a block is LANES * WIDTH * STEPS bytes
+ *   WIDTH, STEPS                    vectors beside each other, bytes of a segment: LANES * WIDTH * STEPS are a block
  *   TOGETHER                        of the WIDTH vectors, how many the linear pass takes at once
  *   PIN(v)                          makes the compiler have v in a register, here
  *   v_set8, v_set16, v_xor, v_and, v_or, v_add8, v_sub16, v_mul16, v_high, v_raise (16-bit lanes moved by 8 bits)
@@ -11,7 +11,7 @@
  *   v_shift(v)                      lanes moved up by one; 0 comes in
  *   v_last(v)                       the last lane in all lanes
  *   sum, sum_zero, sum_add(sum, d, w), sum_join, sum_total(sum[4])
- *                                   sums of products of 16-bit lanes in 32-bit lanes; sum_total gives the four limbs as one
+ *                                   sums of products of 16-bit lanes in 32-bit lanes; sum_total makes four limbs one
  *   SUMS                            1, or 2 where one chain of sum_add would be waited for
  * Segment q of a block stands in lane q / WIDTH of vector q % WIDTH; "row" is one byte of every segment. */
 #include "fnv1a/fnv1a.h"
@@ -21,11 +21,11 @@
 #define TILES (STEPS / 16 * WIDTH)
 #define UNROLL _Pragma("GCC unroll 16")
 #define INLINE static inline __attribute__((always_inline))
-/* Inlined into one another these passes need more registers than there are, and what is spilled stands in their longest chain. */
+/* Inlined into one another these passes need more registers than there are, and spill what their longest chain has. */
 #define APART static __attribute__((noinline))
 
 /* Steps are paired, and a 32-bit sum holds 2 * 2 * STEPS products of 9 by 16 bits. */
-_Static_assert(STEPS % 16 == 0 && STEPS <= 64 && TILES % 4 == 0 && WIDTH % TOGETHER == 0, "a block the method can take");
+_Static_assert(STEPS % 16 == 0 && STEPS <= 64 && TILES % 4 == 0 && WIDTH % TOGETHER == 0, "what the method takes");
 _Static_assert(BLOCK >= WW_FNV1A_SHORT && BLOCK <= WW_FNV1A_LONGEST, "as others take it to be");
 
 struct rows {
@@ -118,8 +118,9 @@ INLINE vec resolve(const struct rows *rows, const vec *end, vec low, int bit, ve
     }
     next = v_or(next, spread(toggle, v_and(low, this_bit), found));
     UNROLL for (int i = 0; i < WIDTH; i++) {
-        /* Had the segment started with this bit set, the bit above would have been toggled otherwise at every step at
-         * which this one stayed; over an even number of steps that is as often, mod 2, as the bytes moved this one. */
+        /* Let g be what the bits below add to this bit of a step's product. Had the segment started with this bit set,
+         * each step would toggle the bit above by 1 ^ g. Over an even number of steps the ones cancel, and the g
+         * together are how the segment moved this bit, less how its bytes did. */
         vec all = v_xor(rows->even[i], rows->odd[i]);
         vec more = v_and(found[i], v_xor(moved[i], all));
         toggle[i] = v_xor(v_and(moved[i], bit_above), v_add8(more, more));

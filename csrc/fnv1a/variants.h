@@ -5,7 +5,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* Fewer bytes are left to the plain loop. A block alone costs as much as 520 to 660 bytes there, whichever the variant. */
+/* Fewer bytes are left to the plain loop. A block alone costs as much as 520 to 660 bytes there, in every variant. */
 #define WW_FNV1A_SHORT ((size_t)1024)
 /* No block is longer. */
 #define WW_FNV1A_LONGEST ((size_t)8192)
@@ -42,8 +42,8 @@ size_t ww_fnv1a_vectors(const uint8_t *data, size_t n, uint64_t *hash);
 /* base to the power n, mod 2^64. */
 uint64_t ww_fnv1a_power(uint64_t base, uint64_t n);
 
-/* For each step and 16-bit lane, two rows of `lanes` / 2: the even byte lanes and the odd ones; of each, four limbs, the
- * least first: signed 16-bit digits of the weight p^(steps * width * (lanes - 1 - lane) + steps - step). */
+/* For each step, two rows of `lanes` / 2: the even byte lanes and the odd ones; of each, four limbs, the least first:
+ * signed 16-bit digits of the weight p^(steps * width * (lanes - 1 - lane) + steps - step). */
 void ww_fnv1a_weights(int16_t *table, size_t steps, size_t width, size_t lanes);
 
 #endif

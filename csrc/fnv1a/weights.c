@@ -21,7 +21,7 @@ void ww_fnv1a_weights(int16_t *table, size_t steps, size_t width, size_t lanes)
                 uint32_t digit = (uint32_t)(rest & 0xffff);
                 table[((step * 2 + lane % 2) * 4 + limb) * (lanes / 2) + lane / 2] =
                     (int16_t)((int32_t)(digit ^ 0x8000) - 0x8000);
-                rest = (rest >> 16) + (digit >> 15); /* a digit above 32767 counts as itself less 65536: one more above */
+                rest = (rest >> 16) + (digit >> 15); /* above 32767 it counts as less 65536: one more above */
             }
         }
     }
