@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import random
 import struct
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -208,11 +210,11 @@ def test_a_client_that_leaves_in_a_row_leaves_nothing_open(
 def test_the_server_closes_while_an_entry_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_leaks: LeakCheck, caplog: pytest.LogCaptureFixture
 ) -> None:
-    content_hash = store(tmp_path, data(1, 64 * PIECE))
+    content_hash = store(tmp_path, data(1, 8 * PIECE))
     slow = Slow(monkeypatch, tmp_path / entry_name(content_hash))
     server = Server(port=0, cache=tmp_path).start()
     with RawClient(server.port) as client:
-        tensor = client.place("t", 64 * PIECE, client.allocate(64 * PIECE))
+        tensor = client.place("t", 8 * PIECE, client.allocate(8 * PIECE))
         client.socket.sendall(question(client, tensor, content_hash))
         assert slow.reached.wait(20)
         release = threading.Timer(0.2, slow.open.set)
@@ -349,3 +351,23 @@ def test_no_more_are_read_ahead_than_is_bounded(
     assert not {entry_name(h) for h in hashes[3:]} & slow.seen
     slow.open.set()
     assert [client.answer() for _ in range(6)] == [b"\1"] * 6
+
+
+NEVER_CLOSED = """
+import sys
+from support.raw_client import RawClient
+from weightwire.server import Server
+server = Server(port=0, cache=sys.argv[1]).start()
+client = RawClient(server.port)
+payload = bytes(8 << 20)
+client.set(client.place("t", len(payload), client.allocate(len(payload))), payload, flag=1)
+client.barrier()
+"""
+
+
+def test_a_server_that_is_never_closed_leaves_whole_entries(tmp_path: Path) -> None:
+    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path))
+    subprocess.run([sys.executable, "-c", NEVER_CLOSED, str(tmp_path)], env=environment, check=True, timeout=60)
+    (name,) = os.listdir(tmp_path)
+    assert (tmp_path / name).read_bytes() == bytes(8 << 20)
+    assert name == entry_name(fnv1a64(bytes(8 << 20)))
