@@ -18,12 +18,12 @@ from support.raw_client import RawClient
 from support.rdma import request
 
 import weightwire
-from weightwire.cache import TensorCache
-from weightwire.cache.store import entry_name
+from weightwire.cache import TensorCache, saving
+from weightwire.cache.store import CacheWriter, entry_name
 from weightwire.config import parse_size
 from weightwire.errors import ConfigError, TransportError
 from weightwire.hashing import fnv1a64
-from weightwire.server import Server, ServerStats, TransportStats
+from weightwire.server import Server, ServerStats, TransportStats, listener
 from weightwire.transport.rdma import offer_rdma
 from weightwire.transport.tcp import connect_tcp
 from weightwire.wire import Command
@@ -390,6 +390,56 @@ def test_what_is_not_on_the_disk_yet(cached: Server, monkeypatch: pytest.MonkeyP
     finally:
         go_on.set()
     assert reached(cached, cache_pending=0, cache_saved=1)
+
+
+@pytest.fixture
+def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """A disk that takes nothing until the event is set, and nobody with patience for it."""
+    go_on = threading.Event()
+    real = CacheWriter.write
+
+    def write(writer: CacheWriter, chunk: memoryview) -> None:
+        assert go_on.wait(60)
+        real(writer, chunk)
+
+    monkeypatch.setattr(CacheWriter, "write", write)
+    monkeypatch.setattr(saving, "PATIENCE", 0.2)
+    monkeypatch.setattr(saving, "MAX_UNWRITTEN", 2 * SIZE)
+    yield go_on
+    go_on.set()
+
+
+def test_a_disk_that_cannot_keep_up(cached: Server, stuck: threading.Event) -> None:
+    with RawClient(cached.port) as client:
+        for name in ("one", "two", "three"):
+            push(client, name, os.urandom(SIZE), flag=1)
+        client.barrier()
+        assert reached(cached, cache_pending=2, cache_save_failures=1, cache_saved=0)
+        stuck.set()
+        assert reached(cached, cache_pending=0, cache_save_failures=1, cache_saved=2)
+    assert cached.stats().tensors_completed == 3
+
+
+def test_memory_that_is_wanted_back_before_it_was_written(cached: Server, stuck: threading.Event) -> None:
+    with RawClient(cached.port) as client:
+        tensor = client.place("x", SIZE, client.allocate(SIZE))
+        client.set(tensor, os.urandom(SIZE), flag=1)
+        client.set(tensor, bytes(SIZE))
+        client.barrier()
+        stuck.set()
+        assert reached(cached, cache_pending=0, cache_save_failures=1, cache_saved=0)
+
+
+def test_what_is_given_up_at_the_end(
+    tmp_path: Path, stuck: threading.Event, monkeypatch: pytest.MonkeyPatch, no_leaks: LeakCheck
+) -> None:
+    monkeypatch.setattr(listener, "_JOIN_SECONDS", 0.3)
+    with Server(port=0, memory=1 << 20, cache=tmp_path) as server, RawClient(server.port) as client:
+        push(client, "x", os.urandom(SIZE), flag=1)
+        client.barrier()
+        assert reached(server, cache_pending=1)
+    stuck.set()
+    assert reached(server, cache_pending=0, cache_save_failures=1, cache_saved=0)
 
 
 # RDMA.
