@@ -195,7 +195,7 @@ def _resolve(
         try:
             values[name] = sources[name][1](value) if isinstance(value, str) else value
         except ValueError as error:
-            raise ConfigError(f"--{name}: {error}", hint="see docs/configuration.md") from None
+            raise ConfigError(f"--{name.replace('_', '-')}: {error}", hint="see docs/configuration.md") from None
     for name, (variable, parse) in sources.items():
         if name in values or variable not in environ or (settings is not None and name not in settings):
             continue
@@ -330,8 +330,8 @@ class ServerConfig:
 
     The address it listens on, the directory of its tensor ``cache`` (``None``: none) and what it checks of an entry
     (``cache_verify``: ``"content"`` or ``"size"``), the ``protocol`` it speaks, how long it keeps tensors (``retain``),
-    how many bytes of ``memory`` it gives out (``None``: what is available), and the ``transport`` (``"auto"``,
-    ``"tcp"``, ``"rdma"``).
+    how many bytes of ``memory`` it gives out (``None``: what is available), the ``transport`` (``"auto"``, ``"tcp"``,
+    ``"rdma"``), and where its metrics are served (``metrics_port`` ``None``: nowhere).
     """
 
     host: str = "127.0.0.1"
@@ -342,6 +342,8 @@ class ServerConfig:
     memory: int | None = None
     transport: str = "auto"
     cache_verify: str = "content"
+    metrics_host: str = "127.0.0.1"
+    metrics_port: int | None = None
 
     @classmethod
     def resolve(
@@ -355,6 +357,8 @@ class ServerConfig:
         retain: str | None = None,
         memory: int | None = None,
         transport: str | None = None,
+        metrics_host: str | None = None,
+        metrics_port: int | None = None,
         environ: Mapping[str, str] | None = None,
     ) -> Self:
         """Settle the server's settings. Raises ConfigError naming the option or variable that cannot be used."""
@@ -369,6 +373,8 @@ class ServerConfig:
                 "retain": retain,
                 "memory": memory,
                 "transport": transport,
+                "metrics_host": metrics_host,
+                "metrics_port": metrics_port,
             },
             environ,
             {
@@ -380,6 +386,8 @@ class ServerConfig:
                 "retain": ("WEIGHTWIRE_SERVER_RETAIN", parse_choice(RETAIN_MODES)),
                 "memory": ("WEIGHTWIRE_SERVER_MEMORY", parse_size),
                 "transport": ("WEIGHTWIRE_SERVER_TRANSPORT", parse_choice(TRANSPORTS)),
+                "metrics_host": ("WEIGHTWIRE_SERVER_METRICS_HOST", parse_host),
+                "metrics_port": ("WEIGHTWIRE_SERVER_METRICS_PORT", parse_port),
             },
         )
 

@@ -48,8 +48,8 @@ class Filler:
     """Answers the questions of one client in order, up to `MAX_QUESTIONS` at a time.
 
     Whatever it starts early is what the client would see anyway: a question is only taken in behind others if it is in
-    order and touches no tensor that they touch. ``tensor`` is the name of the one at hand, for messages. `stop` may be
-    called from any thread.
+    order and touches no tensor that they touch. ``tensor`` is the name of the one at hand, for messages; ``hits`` and
+    ``misses`` count the answers, ``filled_bytes`` what the hits filled. `stop` may be called from any thread.
     """
 
     def __init__(
@@ -62,6 +62,9 @@ class Filler:
         saver: Saver | None,
     ) -> None:
         self.tensor: str | None = None
+        self.hits = 0
+        self.misses = 0
+        self.filled_bytes = 0
         self._dialect = dialect
         self._buffers = buffers
         self._staging = staging
@@ -107,6 +110,10 @@ class Filler:
         filled = self._cache is not None and question.nbytes > 0 and self._settle(question, self._cache)
         if filled:
             question.located.buffer.wrote(question.placed, question.located, question.offset, question.nbytes)
+            self.hits += 1
+            self.filled_bytes += question.nbytes
+        else:
+            self.misses += 1
         self._questions.popleft()
         return filled
 
