@@ -49,16 +49,16 @@ int ww_profile_enter(struct ww_profile *profile, int stage)
     return left;
 }
 
-int ww_profile_enter_wait(struct ww_profile *profile, int stage)
+int ww_profile_leave_wire(struct ww_profile *profile, int stage)
 {
     pthread_mutex_lock(&profile->lock);
-    int moves = profile->stage == WW_STAGE_WIRE;
-    if (moves) {
+    int leaves = profile->stage == WW_STAGE_WIRE;
+    if (leaves) {
         settle(profile);
         profile->stage = stage;
     }
     pthread_mutex_unlock(&profile->lock);
-    return moves;
+    return leaves;
 }
 
 void ww_profile_open(struct ww_profile *profile, int anew)

@@ -57,7 +57,7 @@ struct ww_profile_counts ww_profile_counts(struct ww_profile *profile);
 
 /* What the calls below come to when it is on. */
 int ww_profile_enter(struct ww_profile *profile, int stage);
-int ww_profile_enter_wait(struct ww_profile *profile, int stage);
+int ww_profile_leave_wire(struct ww_profile *profile, int stage);
 void ww_profile_open(struct ww_profile *profile, int anew);
 void ww_profile_commit(struct ww_profile *profile);
 void ww_profile_count(struct ww_profile *profile, unsigned int command, uint64_t count, int64_t since_ns);
@@ -74,16 +74,16 @@ static inline int ww_profile_switch(struct ww_profile *profile, int stage)
     return ww_profile_is_on(profile) ? ww_profile_enter(profile, stage) : WW_STAGE_GAP;
 }
 
-/* Before a sleep until the peer moves: from WIRE to stage (WAIT or BLOCKED), and from any other nowhere, since whoever chose
- * that knows better what is waited for. What ww_profile_woken is to be told. */
-static inline int ww_profile_sleep(struct ww_profile *profile, int stage)
+/* From WIRE to stage, for the part of moving bytes that is something else: copying, reading a file, sleeping. From any other stage
+ * nowhere, since whoever chose that knows better what all of it is for. What ww_profile_back is to be told. */
+static inline int ww_profile_aside(struct ww_profile *profile, int stage)
 {
-    return ww_profile_is_on(profile) ? ww_profile_enter_wait(profile, stage) : 0;
+    return ww_profile_is_on(profile) ? ww_profile_leave_wire(profile, stage) : 0;
 }
 
-static inline void ww_profile_woken(struct ww_profile *profile, int slept)
+static inline void ww_profile_back(struct ww_profile *profile, int left)
 {
-    if (slept) {
+    if (left) {
         (void)ww_profile_enter(profile, WW_STAGE_WIRE);
     }
 }

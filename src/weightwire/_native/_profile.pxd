@@ -32,6 +32,8 @@ cdef extern from "profile/profile.h" nogil:
     void ww_profile_end(ww_profile *profile) noexcept
     int ww_profile_is_on(ww_profile *profile) noexcept
     int ww_profile_switch(ww_profile *profile, int stage) noexcept
+    int ww_profile_aside(ww_profile *profile, int stage) noexcept
+    void ww_profile_back(ww_profile *profile, int left) noexcept
     void ww_profile_begin(ww_profile *profile, int anew) noexcept
     void ww_profile_mark(ww_profile *profile) noexcept
     int64_t ww_profile_now(ww_profile *profile) noexcept
