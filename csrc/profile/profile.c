@@ -10,12 +10,21 @@ int64_t ww_profile_clock(void)
     return (int64_t)now.tv_sec * INT64_C(1000000000) + now.tv_nsec;
 }
 
-void ww_profile_start(struct ww_profile *profile, int on)
+void ww_profile_start(struct ww_profile *profile)
 {
     memset(profile, 0, sizeof *profile);
     pthread_mutex_init(&profile->lock, NULL);
-    profile->since_ns = ww_profile_clock();
-    atomic_init(&profile->on, on);
+    atomic_init(&profile->on, 0);
+}
+
+void ww_profile_turn_on(struct ww_profile *profile)
+{
+    pthread_mutex_lock(&profile->lock);
+    if (!atomic_load_explicit(&profile->on, memory_order_relaxed)) {
+        profile->since_ns = ww_profile_clock();
+        atomic_store_explicit(&profile->on, 1, memory_order_relaxed);
+    }
+    pthread_mutex_unlock(&profile->lock);
 }
 
 void ww_profile_end(struct ww_profile *profile)

@@ -35,7 +35,7 @@ struct ww_command_count {
 };
 
 struct ww_profile {
-    atomic_int on; /* set before it is shared, and then only cleared */
+    atomic_int on;
     pthread_mutex_t lock;
     int stage;
     int open; /* has a span begun? */
@@ -51,7 +51,10 @@ struct ww_profile_counts {
     struct ww_command_count commands[WW_PROFILE_COMMANDS];
 };
 
-void ww_profile_start(struct ww_profile *profile, int on);
+/* Off, and everything zero. */
+void ww_profile_start(struct ww_profile *profile);
+/* From here on it counts. */
+void ww_profile_turn_on(struct ww_profile *profile);
 void ww_profile_end(struct ww_profile *profile);
 struct ww_profile_counts ww_profile_counts(struct ww_profile *profile);
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from enum import IntEnum
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 __all__ = ["CommandStat", "LoadProfile", "Stage"]
 
@@ -33,7 +33,8 @@ class Stage(IntEnum):
     INDEX = 10
 
 
-class CommandStat(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class CommandStat:
     """How many requests of one kind there were, and how long they took altogether, nanoseconds.
 
     On the client from sending to having the answer, or to having sent where there is none; requests that wait for
@@ -53,15 +54,15 @@ class LoadProfile:
     ``"rdma"``, ``device`` the RDMA device (None on TCP), ``send_depth`` the most SENDs that were in flight at once (0
     on TCP). ``measured`` is False where profiling was off: then times and the counts of requests are 0.
 
-    ``set_tensor_calls`` and ``set_tensor_bytes`` count SET_TENSOR requests and the bytes of data in them. ``span_ns``
-    is the time from the work for the first of them (or for the first question about one, SET_TENSOR_HASH) to the end
-    of the last, its barrier included. It is the sum of ``read_ns`` (reading files), ``hash_ns`` (hashing, or waiting for
-    threads that do), ``ask_ns`` (asking the cache, or looking it up), ``staging_ns`` (copies on the way: RDMA's ring, a
-    server's staging buffer and what it hands that to), ``wire_ns`` (moving bytes to or from the transport), ``wait_ns``
-    (asleep until the peer moves) and ``gap_ns`` (none of these). ``blocked_ns`` is the part of ``wait_ns`` in which a
-    send found no room. Beside the span are ``alloc_ns`` (limits, sizes, buffers), ``verify_ns`` (reading tensors back)
-    and ``index_ns`` (finishing the index of hashes). ``hash_thread_ns`` is what threads spent on hashing meanwhile,
-    summed over them.
+    ``set_tensor_calls`` and ``set_tensor_bytes`` count SET_TENSOR requests (SET_TENSOR_2D too) and the bytes of data in
+    them. ``span_ns`` is the time from the work for the first of them (or for the first question about one,
+    SET_TENSOR_HASH) to the end of the last, its barrier included. It is the sum of ``read_ns`` (reading files),
+    ``hash_ns`` (hashing, or waiting for threads that do), ``ask_ns`` (asking the cache, or looking it up),
+    ``staging_ns`` (copies on the way into RDMA's ring; on a server all that it does with what it has received),
+    ``wire_ns`` (moving bytes to or from the transport), ``wait_ns`` (asleep until the peer moves) and ``gap_ns`` (none
+    of these). ``blocked_ns`` is the part of ``wait_ns`` in which a send found no room. Beside the span are ``alloc_ns``
+    (limits, sizes, buffers), ``verify_ns`` (reading tensors back) and ``index_ns`` (finishing the index of hashes).
+    ``hash_thread_ns`` is what a client's threads spent on hashing meanwhile, summed over them.
 
     ``hits``, ``misses``, ``corrupt_hits`` (filled wrongly, and sent therefore) and ``bytes_saved`` are the cache's.
     ``copies`` and ``copied_bytes`` count what was copied by this side on its way, ``direct_bytes`` what was sent out of
@@ -132,9 +133,9 @@ class LoadProfile:
         return LoadProfile(**values)
 
     def as_dict(self) -> dict[str, Any]:
-        """Every field by its name, and ``bottleneck``, made of what JSON has. ``commands``: name to ``count``, ``ns``."""
+        """Every field by its name, and ``bottleneck``, as JSON has them; each of ``commands`` has ``count`` and ``ns``."""
         values: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)}
-        values["commands"] = {name: stat._asdict() for name, stat in self.commands.items()}
+        values["commands"] = {name: asdict(stat) for name, stat in self.commands.items()}
         values["bottleneck"] = self.bottleneck
         return values
 
@@ -184,14 +185,18 @@ class LoadProfile:
             lines.append("  beside it: " + ", ".join(f"{label} {_seconds(ns)}" for ns, label in beside if ns))
         if self.commands:
             used = sorted(self.commands.items(), key=lambda item: -item[1].ns)
-            lines.append("  requests: " + ", ".join(f"{name} {stat.count} in {_seconds(stat.ns)}" for name, stat in used))
+            lines.append(
+                "  requests: " + ", ".join(f"{name} {stat.count} in {_seconds(stat.ns)}" for name, stat in used)
+            )
         return lines
 
     def _kernel(self) -> str:
         if not self.busy_ns:
             return ""
         closed, full = self.peer_limited_ns / self.busy_ns, self.buffer_limited_ns / self.busy_ns
-        return f" (of the time with data to send, the window was closed for {closed:.0%}, the buffer full for {full:.0%})"
+        return (
+            f" (of the time with data to send, the window was closed for {closed:.0%}, the buffer full for {full:.0%})"
+        )
 
     def _shares(self) -> dict[str, int]:
         if self.side == "server":

@@ -28,7 +28,8 @@ cdef extern from "profile/profile.h" nogil:
         uint64_t window_ns
         uint64_t buffer_ns
 
-    void ww_profile_start(ww_profile *profile, int on) noexcept
+    void ww_profile_start(ww_profile *profile) noexcept
+    void ww_profile_turn_on(ww_profile *profile) noexcept
     void ww_profile_end(ww_profile *profile) noexcept
     int ww_profile_is_on(ww_profile *profile) noexcept
     int ww_profile_switch(ww_profile *profile, int stage) noexcept

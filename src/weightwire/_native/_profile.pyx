@@ -13,8 +13,12 @@ cdef class Profile:
     For any number of threads, but the stages are of one activity: what two threads do at once is not told apart.
     """
 
-    def __cinit__(self, bint on=True, *args, **kwargs):
-        ww_profile_start(&self.core, on)
+    def __cinit__(self, *args, **kwargs):
+        ww_profile_start(&self.core)
+
+    def __init__(self, bint on=True):
+        if on:
+            ww_profile_turn_on(&self.core)
 
     def __dealloc__(self):
         ww_profile_end(&self.core)

@@ -59,7 +59,7 @@ class ByteStream(Protocol):
     def profile(self, value: Profile) -> None: ...
 
     def send_limits(self) -> tuple[int, int, int] | None:
-        """Nanoseconds so far: with data to send; of those, with the peer's window closed, and with the send buffer full.
+        """Nanoseconds so far with data to send; of those, with the peer's window closed; with the send buffer full.
 
         None where the transport cannot tell. Never raises.
         """

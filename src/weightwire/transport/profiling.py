@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
@@ -12,13 +14,20 @@ from weightwire.wire.commands import Command
 if TYPE_CHECKING:
     from weightwire.transport.base import ByteStream
 
-__all__ = ["LoadRecorder"]
+__all__ = ["LoadRecorder", "print_profile"]
 
-assert _profile.STAGES == len(Stage)
-assert _profile.INSIDE == Stage.ALLOC
+assert (len(Stage), Stage.ALLOC) == (_profile.STAGES, _profile.INSIDE)
 
 _NAMES: Final = {int(command): command.name for command in Command}
-_NO_COUNTS: Final = {"receives": 0, "direct_bytes": 0, "copied_bytes": 0, "copies": 0, "high_water": 0, "window_full": 0}
+_SETTING: Final = ("SET_TENSOR", "SET_TENSOR_2D")
+_NO_COUNTS: Final = {
+    "receives": 0,
+    "direct_bytes": 0,
+    "copied_bytes": 0,
+    "copies": 0,
+    "high_water": 0,
+    "window_full": 0,
+}
 
 
 class LoadRecorder(_profile.Profile):
@@ -28,6 +37,7 @@ class LoadRecorder(_profile.Profile):
     """
 
     def __init__(self, side: str = "client", on: bool = True) -> None:
+        super().__init__(on)
         self.side = side
         self.set_tensor_bytes = 0
         self.hits = 0
@@ -39,9 +49,6 @@ class LoadRecorder(_profile.Profile):
         self.hash_thread_ns = 0
         self._limits = (0, 0, 0)
         self._stream: ByteStream | None = None
-
-    def __new__(cls, side: str = "client", on: bool = True) -> LoadRecorder:
-        return super().__new__(cls, on)
 
     def watch(self, stream: ByteStream) -> None:
         """``stream`` is what carries the connection from here on; it tells the clock when it waits."""
@@ -70,7 +77,7 @@ class LoadRecorder(_profile.Profile):
             device=getattr(stream, "details", {}).get("device"),
             send_depth=counts["high_water"],
             measured=self.on,
-            set_tensor_calls=commands.get("SET_TENSOR", CommandStat(0, 0)).count,
+            set_tensor_calls=sum(commands[name].count for name in _SETTING if name in commands),
             set_tensor_bytes=self.set_tensor_bytes,
             span_ns=sum(spent[: Stage.ALLOC]),
             read_ns=spent[Stage.READ],
@@ -98,3 +105,16 @@ class LoadRecorder(_profile.Profile):
             buffer_limited_ns=self._limits[2],
             commands=MappingProxyType(commands),
         )
+
+
+def print_profile(profile: LoadProfile) -> None:
+    """Write ``profile`` to stderr, in one go, if anything was loaded. A stderr that is gone is no reason to fail."""
+    if not (profile.set_tensor_calls or profile.hits or profile.misses):
+        return
+    text = "\n".join(profile.lines()) + "\n"
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        try:
+            sys.stderr.write(text)
+        except UnicodeEncodeError:
+            sys.stderr.write(text.encode("ascii", "backslashreplace").decode("ascii"))
+        sys.stderr.flush()
