@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from enum import IntEnum
-from types import MappingProxyType
 from typing import Any, Final
 
 __all__ = ["CommandStat", "LoadProfile", "Stage"]
 
 _GIB = float(1 << 30)
-_NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
 
 
 class Stage(IntEnum):
@@ -104,7 +102,7 @@ class LoadProfile:
     busy_ns: int = 0
     peer_limited_ns: int = 0
     buffer_limited_ns: int = 0
-    commands: Mapping[str, CommandStat] = field(default=_NOTHING)
+    commands: Mapping[str, CommandStat] = field(default_factory=dict, hash=False)
 
     @property
     def bottleneck(self) -> str | None:
@@ -133,7 +131,7 @@ class LoadProfile:
         return LoadProfile(**values)
 
     def as_dict(self) -> dict[str, Any]:
-        """Every field by its name, and ``bottleneck``, as JSON has them; each of ``commands`` has ``count`` and ``ns``."""
+        """Every field by its name, and ``bottleneck``, as JSON has them: ``commands`` by name, each a mapping too."""
         values: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)}
         values["commands"] = {name: asdict(stat) for name, stat in self.commands.items()}
         values["bottleneck"] = self.bottleneck
@@ -261,7 +259,7 @@ def _less(now: Mapping[str, CommandStat], then: Mapping[str, CommandStat]) -> Ma
         name: CommandStat(stat.count - then.get(name, none).count, stat.ns - then.get(name, none).ns)
         for name, stat in now.items()
     }
-    return MappingProxyType({name: stat for name, stat in left.items() if stat.count})
+    return {name: stat for name, stat in left.items() if stat.count}
 
 
 def _seconds(ns: int) -> str:

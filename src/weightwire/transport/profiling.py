@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 from weightwire._native import _profile
@@ -103,7 +102,7 @@ class LoadRecorder(_profile.Profile):
             busy_ns=self._limits[0],
             peer_limited_ns=self._limits[1],
             buffer_limited_ns=self._limits[2],
-            commands=MappingProxyType(commands),
+            commands=commands,
         )
 
 
