@@ -191,10 +191,8 @@ class LoadProfile:
     def _kernel(self) -> str:
         if not self.busy_ns:
             return ""
-        closed, full = self.peer_limited_ns / self.busy_ns, self.buffer_limited_ns / self.busy_ns
-        return (
-            f" (of the time with data to send, the window was closed for {closed:.0%}, the buffer full for {full:.0%})"
-        )
+        closed, full = _seconds(self.peer_limited_ns), _seconds(self.buffer_limited_ns)
+        return f" (the server's window was closed for {closed}, the send buffer too small for {full})"
 
     def _shares(self) -> dict[str, int]:
         if self.side == "server":
@@ -205,9 +203,8 @@ class LoadProfile:
                 "wire-bound": self.wire_ns,
                 "server-bound": self.staging_ns + self.ask_ns,
             }
-        # What blocked the sends, as far as the kernel knows; on RDMA nobody does, and it counts as the wire.
-        closed = min(self.peer_limited_ns / self.busy_ns, 1.0) if self.busy_ns else 0.0
-        by_server = self.blocked_ns if closed >= _MOSTLY else 0
+        # While its window was closed, the server blocked the sends. On RDMA nobody knows, and it counts as the wire.
+        by_server = min(self.blocked_ns, self.peer_limited_ns)
         return {
             "source-bound": self.read_ns + self.gap_ns,
             "hash-bound": self.hash_ns,
@@ -215,9 +212,6 @@ class LoadProfile:
             "server-bound": self.ask_ns + self.wait_ns - self.blocked_ns + by_server,
         }
 
-
-_MOSTLY: Final = 0.5
-"""The share of the time with data to send from which on a closed window is what kept it."""
 
 _LABELS: Final[Mapping[str, Mapping[str, str]]] = {
     "client": {
@@ -273,4 +267,5 @@ def _amount(nbytes: int) -> str:
 
 
 def _rate(nbytes: int, ns: int) -> str:
-    return f", {nbytes / _GIB / (ns / 1e9):.2f} GiB/s" if nbytes and ns else ""
+    rate = nbytes / _GIB / (ns / 1e9) if ns else 0.0
+    return f", {rate:.2f} GiB/s" if rate >= 0.01 else ""
