@@ -235,8 +235,9 @@ class _Seeding:
             cloned = writer.fill(tensor.payload, check, tell)
             # Named after what lies on the disk: the model may have been written to meanwhile.
             stored = self._hash(writer.content(), check)
-            if hashes is None or stored.fnv1a != hashes.fnv1a:
+            if hashes is None or not hashes.sha256 or stored.fnv1a != hashes.fnv1a:
                 self._found_out(tensor, stored)
+            if hashes is None or stored.fnv1a != hashes.fnv1a:
                 if not self._claim(stored.fnv1a):
                     self._count(duplicates=1)
                     return

@@ -1,4 +1,4 @@
-"""A model to several servers at once: each tensor is read and hashed once for all of them."""
+"""A model to several servers at once: each tensor is hashed once for all of them."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def push_all(
     """Connect to several servers and push a model, or a part of it, to each, all at once.
 
     ``targets`` are endpoints (``"host:port"``), which get all of it, or a `Target` each, which says what they get. A
-    tensor that several of them want is read from the disk and hashed once. ``threads`` and ``in_flight`` (bytes) are
+    tensor that several of them want is hashed once, in one pass. ``threads`` and ``in_flight`` (bytes) are
     for all of them together. ``progress(name, done, total)`` counts the bytes of all, twice with ``verify``, and is
     never called by two threads at once; if it raises, everything ends and that is raised. The other arguments are
     those of `Connection.push` and `connect`.
@@ -140,7 +140,7 @@ def push_all(
             for number, target in enumerate(aims)
         ]
         opened.check_unchanged()
-        with dropping(drop_behind) as drop, shared_hashes(opened, chosen, options[0], drop) as shared:
+        with dropping(drop_behind) as drop, shared_hashes(opened, chosen, options[0]) as shared:
             claims = claims_for(drop, chosen)
 
             def open_target(target: Target) -> Connection:

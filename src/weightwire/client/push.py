@@ -54,7 +54,7 @@ def push(channel: Channel, server_has_cache: bool, source: ModelSource, options:
                 in_flight=options.load.in_flight,
                 index=index,
                 read=options.read,
-                drop=drop,
+                dropping=options.drop_behind,
             )
             feed = hashes.feed(tensors)
             try:
@@ -147,7 +147,7 @@ def _push(
     if hashes is not None:
         if record:
             recorder.switch(Stage.INDEX)
-            hashes.record(model, lambda: channel.check_peer("finishing the index", tensor=placed[-1].name))
+            hashes.record(model)
             recorder.switch(Stage.GAP)
         recorder.hash_thread_ns += hashes.pool.spent_ns - hashed_before
     recorder.sample()

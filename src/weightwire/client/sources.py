@@ -14,7 +14,7 @@ from typing import Final
 
 from weightwire.client.dropping import Claim
 from weightwire.errors import ModelError
-from weightwire.hashing import FNV_OFFSET, fnv1a64
+from weightwire.index import Hashes, hash_with_digest
 from weightwire.model.mounts import is_remote, readahead_bytes
 from weightwire.ranges import FileRange
 
@@ -152,20 +152,21 @@ def in_blocks(payloads: Sequence[Payload], read: str) -> frozenset[int]:
     )
 
 
-def hash_blocks(payload: FileRange, check: Callable[[], object]) -> int:
-    """FNV-1a 64 of a range of a file that is read in blocks of `BLOCK` bytes, ahead where a network is between.
+def hash_blocks(payload: FileRange, check: Callable[[], object], digest: Callable[[], bool] = lambda: False) -> Hashes:
+    """FNV-1a 64 and SHA-256 of a range of a file that is read ahead where a network is between, a block at a time.
 
-    ``check`` is called before each; what it raises ends the hashing. ModelError for a file that has become too short
-    or cannot be read.
+    ``digest``, ``check`` and errors are those of `hash_with_digest`.
     """
-    memory = memoryview(bytearray(min(BLOCK, payload.nbytes)))
     sources = Sources([payload])
-    value = FNV_OFFSET
-    for position in range(0, payload.nbytes, BLOCK):
-        check()
-        sources.ahead(0, position)
-        value = fnv1a64(_read(payload, position, memory[: min(BLOCK, payload.nbytes - position)]), value)
-    return value
+    asked = -BLOCK
+
+    def ahead(position: int) -> None:
+        nonlocal asked
+        if position >= asked + BLOCK:
+            asked = position
+            sources.ahead(0, position)
+
+    return hash_with_digest(payload, check, digest, ahead=ahead)
 
 
 def _read(payload: FileRange, position: int, into: memoryview) -> memoryview:

@@ -108,7 +108,7 @@ def warm(
         chosen = [[tensor for tensor in chosen_for(opened, target) if is_cached(tensor)] for target in aims]
         summed = SummedProgress(progress, [sum(tensor.nbytes for tensor in tensors) for tensors in chosen])
         opened.check_unchanged()
-        with dropping(drop_behind) as drop, shared_hashes(opened, chosen, options, drop) as shared:
+        with dropping(drop_behind) as drop, shared_hashes(opened, chosen, options) as shared:
             assert shared is not None  # cache="always"
             claims = claims_for(drop, chosen)
 

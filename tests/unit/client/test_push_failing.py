@@ -34,9 +34,7 @@ class Slow(weightwire.Destination):
         view[:] = bytes(view.nbytes)
 
 
-def test_a_push_ends_inside_the_tensor_that_is_being_sent(
-    monkeypatch: pytest.MonkeyPatch, no_leaks: LeakCheck
-) -> None:
+def test_a_push_ends_inside_the_tensor_that_is_being_sent(monkeypatch: pytest.MonkeyPatch, no_leaks: LeakCheck) -> None:
     begun, go = threading.Event(), threading.Event()
     made: list[Slow] = []
     right = hashpool.hash_payloads
