@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["Sender"]
 
 SLICE: Final = 64 * 1024 * 1024
-"""Most bytes of a large payload between two reports of progress, and looks at the threads that hash."""
+"""Bytes of a large payload between two reports of progress, and the most between two looks at those who hash."""
 
 _FIRST_SLICE: Final = 1 << 20
 _QUICK_NS: Final = 50_000_000
@@ -185,7 +185,7 @@ class Sender:
         position = 0
         since = self._recorder.now()
         while True:
-            size = min(self._slice, most, tensor.nbytes - position)
+            size = min(self._slice, most - position % most, tensor.nbytes - position)
             begun = time.monotonic_ns()
             previous = self._recorder.switch(Stage.READ)
             part = self._sources.part(index, position, size)
@@ -207,7 +207,8 @@ class Sender:
             self._adapt(size, time.monotonic_ns() - begun)
             if position == tensor.nbytes:
                 break
-            self.tell(tensor.name, self._done + position)
+            if position % most == 0:
+                self.tell(tensor.name, self._done + position)
             if self._questions is not None:
                 self._questions.check()
         channel.end()
