@@ -9,13 +9,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from weightwire.cache.indexed import IndexChoice, index_for
 from weightwire.cache.inspect import Entry, entry_kind, list_entries
 from weightwire.cache.pool import run_each, worker_count
 from weightwire.cache.quarantine import move_aside
 from weightwire.errors import ConfigError, ModelError
 from weightwire.hashing import hash_payloads
-from weightwire.index import Hashes, Owner, hash_with_digest, identity_of
+from weightwire.index import Hashes, IndexChoice, Owner, hash_with_digest, identity_of, index_for
 from weightwire.ranges import FileRange
 
 __all__ = ["BadEntry", "CacheReport", "verify_cache"]

@@ -11,13 +11,15 @@ from weightwire.client.connection import Connection, connect
 from weightwire.client.crew import SummedProgress, Target, as_targets, run_all
 from weightwire.client.dropping import claims_for, dropping
 from weightwire.client.layers import parse_layers
-from weightwire.client.options import IndexChoice, ProgressCallback, PushOptions
-from weightwire.client.plan import compile_include, select
+from weightwire.client.options import ProgressCallback, PushOptions
+from weightwire.client.plan import select
 from weightwire.client.push import ModelSource, push_selected
 from weightwire.client.result import PushResult
 from weightwire.client.shared import shared_hashes
 from weightwire.config import profile_wanted
+from weightwire.index import IndexChoice
 from weightwire.model import Model, ModelTensor, open_model
+from weightwire.model.choosing import compile_include
 
 __all__ = ["Pushed", "PushedAll", "chosen_for", "push_all"]
 

@@ -48,8 +48,9 @@ class HashPool:
     ``digest`` are the numbers whose SHA-256 is wanted, too. It costs several times the hash, and nobody waits for it:
     both are taken in one pass as long as everybody finds his hashes ready, and a pass goes on with the hash alone once
     somebody does not; one thread in four may do so at once. What was passed over is read again for it, with ``behind``,
-    while it is being sent. What has none by then goes without. ``group`` payloads are hashed together by one thread, but
-    for those numbered ``blocks``, which are read ahead in large blocks. Who wants hashes makes a `feed` before `start`.
+    while it is being sent. What has none by then goes without. ``group`` payloads are hashed together by one thread,
+    but for those numbered ``blocks``, which are read ahead in large blocks. Who wants hashes makes a `feed` before
+    `start`.
 
     `start` and `close` belong to one ``try`` and its ``finally``: an interrupt may come at any moment. The first
     failure of any thread is raised to everybody who asks afterwards.

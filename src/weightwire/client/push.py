@@ -15,7 +15,7 @@ from weightwire.client.hashes import TensorHashes, is_cached
 from weightwire.client.hashpool import HashFeed
 from weightwire.client.layers import parse_layers
 from weightwire.client.options import ProgressCallback, PushOptions
-from weightwire.client.plan import compile_include, place, select
+from weightwire.client.plan import place, select
 from weightwire.client.remote import RemoteBuffer, RemoteTensor
 from weightwire.client.result import PushResult, PushSummary
 from weightwire.client.sender import Sender
@@ -23,6 +23,7 @@ from weightwire.client.sources import Sources
 from weightwire.client.verify import verify_tensors
 from weightwire.errors import IntegrityError, WeightwireError
 from weightwire.model import Model, ModelTensor, open_model
+from weightwire.model.choosing import compile_include
 from weightwire.profile import Stage
 from weightwire.ranges import FileRange
 

@@ -13,9 +13,9 @@ from collections.abc import Callable, Container, Sequence
 from typing import Final
 
 from weightwire.client.dropping import Claim
-from weightwire.errors import ModelError
 from weightwire.index import Hashes, hash_with_digest
 from weightwire.model.mounts import is_remote, readahead_bytes
+from weightwire.model.reading import read_range
 from weightwire.ranges import FileRange
 
 __all__ = ["BLOCK", "Sources", "hash_blocks", "in_blocks"]
@@ -100,7 +100,7 @@ class Sources:
         if self._blocks:
             if self._memory is None:
                 self._memory = memoryview(bytearray(BLOCK))
-            return _read(payload, position, self._memory[:size])
+            return read_range(payload, position, self._memory[:size])
         if position == 0 and size == payload.nbytes:
             return payload
         return FileRange(payload.fd, payload.offset + position, size, payload.path)
@@ -167,22 +167,3 @@ def hash_blocks(payload: FileRange, check: Callable[[], object], digest: Callabl
             sources.ahead(0, position)
 
     return hash_with_digest(payload, check, digest, ahead=ahead)
-
-
-def _read(payload: FileRange, position: int, into: memoryview) -> memoryview:
-    got = 0
-    while got < into.nbytes:
-        at = payload.offset + position + got
-        try:
-            count = os.preadv(payload.fd, [into[got:]], at)
-        except OSError as error:
-            raise ModelError(f"cannot read: {error.strerror}", path=payload.path, offset=at) from error
-        if count == 0:
-            raise ModelError(
-                "file is shorter than when opened",
-                path=payload.path,
-                offset=at,
-                hint="something changed the file; open the model again",
-            )
-        got += count
-    return into

@@ -15,7 +15,7 @@ from weightwire.client.dropping import Claim, claims_for, dropping
 from weightwire.client.fanout import chosen_for
 from weightwire.client.hashes import TensorHashes, is_cached
 from weightwire.client.hashpool import HashFeed
-from weightwire.client.options import IndexChoice, ProgressCallback, PushOptions
+from weightwire.client.options import ProgressCallback, PushOptions
 from weightwire.client.push import ModelSource
 from weightwire.client.remote import RemoteBuffer, RemoteTensor
 from weightwire.client.sender import Sender
@@ -23,6 +23,7 @@ from weightwire.client.shared import shared_hashes
 from weightwire.client.sources import Sources
 from weightwire.config import profile_wanted
 from weightwire.errors import AllocationError, CacheUnavailable
+from weightwire.index import IndexChoice
 from weightwire.model import Model, ModelTensor, open_model
 from weightwire.profile import LoadProfile, Stage
 from weightwire.ranges import FileRange

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from weightwire.errors import ModelError
 from weightwire.hashing import FNV_OFFSET, fnv1a64
+from weightwire.model.reading import read_range
 from weightwire.ranges import FileRange
 
 if TYPE_CHECKING:
@@ -67,7 +66,7 @@ def hash_with_digest(
     def piece(start: int, size: int) -> memoryview:
         if ahead is not None:
             ahead(start)
-        return _read(payload, start, window[:size])
+        return read_range(payload, start, window[:size])
 
     _in_windows(payload.nbytes, piece, update, check)
     return Hashes(fnv, sha.digest() if wanted else b"")
@@ -86,22 +85,3 @@ def _in_windows(
         if check is not None and (start - at >= _CHECK_BYTES or time.monotonic() - checked >= _CHECK_SECONDS):
             check()
             checked, at = time.monotonic(), start
-
-
-def _read(source: FileRange, start: int, into: memoryview) -> memoryview:
-    done = 0
-    while done < into.nbytes:
-        at = source.offset + start + done
-        try:
-            got = os.preadv(source.fd, [into[done:]], at)
-        except OSError as error:
-            raise ModelError(f"cannot read: {error.strerror}", path=source.path, offset=at) from error
-        if got == 0:
-            raise ModelError(
-                f"the file is shorter than when opened: the range ends at byte {source.offset + source.nbytes}",
-                path=source.path,
-                offset=at,
-                hint="something changed the file; open the model again",
-            )
-        done += got
-    return into
