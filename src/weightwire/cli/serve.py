@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import select
 import signal
 import sys
+import threading
 from pathlib import Path
 from types import FrameType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import click
 
 from weightwire.cli.failures import ENVIRONMENT, Failure, by_signal, cannot_here
 from weightwire.cli.options import SIZE, VERSION, check_protocol, help_, json_output
-from weightwire.cli.output import line, object_
+from weightwire.cli.output import StdoutClosed, StdoutFailed, line, object_
 from weightwire.config import CACHE_VERIFY_MODES, RETAIN_MODES, TRANSPORTS, ServerConfig
 from weightwire.errors import ConfigError
+
+if TYPE_CHECKING:
+    from weightwire.profile import LoadProfile
 
 __all__ = ["serve"]
 
@@ -65,6 +70,13 @@ __all__ = ["serve"]
     help="auto: RDMA with clients that offer it, TCP otherwise; rdma: refuse other clients. "
     "[WEIGHTWIRE_SERVER_TRANSPORT; default: auto]",
 )
+@click.option(
+    "--profile",
+    "show_profile",
+    is_flag=True,
+    help="Say on stderr what each connection spent its time on, when it ends; with --json on stdout, one object for "
+    "each. [GGML_RPC_LOADPROF=1 does so on stderr]",
+)
 @click.option("--lifeline", is_flag=True, hidden=True, help="End when stdin ends: for a parent that may be killed.")
 @json_output
 @help_
@@ -77,6 +89,7 @@ def serve(
     retain: str | None,
     memory: int | None,
     transport: str | None,
+    show_profile: bool,
     lifeline: bool,
     as_json: bool,
 ) -> None:
@@ -98,6 +111,7 @@ def serve(
         transport=transport,
     )
     check_protocol(config.protocol, "WEIGHTWIRE_SERVER_PROTOCOL")
+    profiles = _Profiles() if show_profile and as_json else None
     directory = _cache_directory(config.cache) if config.cache is not None else None
     with _Stop() as stop:
         with cannot_here("choose another --port (0 takes a free one); --host must be an address of this machine"):
@@ -110,12 +124,18 @@ def serve(
                 retain=config.retain,
                 memory=config.memory,
                 transport=config.transport,
+                profile=False if profiles else show_profile or None,
+                on_profile=profiles.write if profiles else None,
             )
             server.start()
         try:
             _announce(server, config, as_json)
+            if profiles:
+                profiles.announced.set()
             stop.wait(lifeline=lifeline)
         finally:
+            if profiles:
+                profiles.announced.set()
             server.close()
     if stop.signals and stop.signals[0] != signal.SIGTERM:
         sys.exit(by_signal(stop.signals[0]))
@@ -141,6 +161,21 @@ def _announce(server: Any, config: ServerConfig, as_json: bool) -> None:
             "pid": os.getpid(),
         }
     )
+
+
+class _Profiles:
+    """Objects of what connections spent their time on, on stdout, one at a time and none before the announcement."""
+
+    def __init__(self) -> None:
+        self.announced = threading.Event()
+        self._lock = threading.Lock()
+
+    def write(self, profile: LoadProfile) -> None:
+        """Whoever has stopped reading them does not want them."""
+        if profile.loaded:
+            self.announced.wait()
+            with self._lock, contextlib.suppress(StdoutClosed, StdoutFailed):
+                object_({"profile": profile.as_dict()})
 
 
 def _cache_directory(text: str) -> Path:
