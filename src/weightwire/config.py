@@ -29,6 +29,7 @@ __all__ = [
     "ClientConfig",
     "HashConfig",
     "LoadConfig",
+    "PathConfig",
     "ServerConfig",
     "available_cpus",
     "checked_seconds",
@@ -37,6 +38,7 @@ __all__ = [
     "parse_port",
     "parse_seconds",
     "parse_size",
+    "parse_switch",
     "parse_threads",
     "parse_version",
     "shown",
@@ -157,6 +159,13 @@ def parse_threads(text: str) -> int:
     return int(text)
 
 
+def parse_switch(text: str) -> bool:
+    """Turn ``"1"`` and ``"0"`` into True and False. Raises ValueError for anything else."""
+    if text.strip() not in ("0", "1"):
+        raise ValueError(f"{text!r} is neither 0 nor 1")
+    return text.strip() == "1"
+
+
 def parse_choice(choices: tuple[str, ...]) -> Callable[[str], str]:
     """Make a parser that takes one of ``choices``, in any case, and raises ValueError for anything else."""
 
@@ -167,6 +176,9 @@ def parse_choice(choices: tuple[str, ...]) -> Callable[[str], str]:
         return word
 
     return parse
+
+
+_OPTIMIZED = ("GGML_RPC_LOAD_OPT", parse_switch)
 
 
 def _text(text: str) -> str:
@@ -214,14 +226,15 @@ class ClientConfig:
     """What a client needs to know.
 
     ``timeout`` in seconds, ``protocol`` (``None``: what the server says in HELLO), whether the server's tensor
-    ``cache`` is asked (``"auto"``, ``"always"`` or ``"never"``), and the ``transport`` (``"auto"``, ``"tcp"``,
-    ``"rdma"``).
+    ``cache`` is asked (``"auto"``, ``"always"`` or ``"never"``), the ``transport`` (``"auto"``, ``"tcp"``, ``"rdma"``),
+    and whether it loads the ``optimized`` way (see `PathConfig`).
     """
 
     timeout: float = 30.0
     protocol: str | None = None
     cache: str = "auto"
     transport: str = "auto"
+    optimized: bool = True
 
     @classmethod
     def resolve(
@@ -231,6 +244,7 @@ class ClientConfig:
         protocol: str | None = None,
         cache: str | None = None,
         transport: str | None = None,
+        optimized: bool | None = None,
         environ: Mapping[str, str] | None = None,
         settings: Collection[str] | None = None,
     ) -> Self:
@@ -240,13 +254,20 @@ class ClientConfig:
         """
         return _resolve(
             cls,
-            {"timeout": timeout, "protocol": protocol, "cache": cache, "transport": transport},
+            {
+                "timeout": timeout,
+                "protocol": protocol,
+                "cache": cache,
+                "transport": transport,
+                "optimized": optimized,
+            },
             environ,
             {
                 "timeout": ("WEIGHTWIRE_TIMEOUT", parse_seconds),
                 "protocol": ("WEIGHTWIRE_PROTOCOL", parse_version),
                 "cache": ("WEIGHTWIRE_CACHE", parse_choice(CACHE_MODES)),
                 "transport": ("WEIGHTWIRE_TRANSPORT", parse_choice(TRANSPORTS)),
+                "optimized": _OPTIMIZED,
             },
             settings,
         )
@@ -283,6 +304,22 @@ class LoadConfig:
                 "in_flight": ("WEIGHTWIRE_IN_FLIGHT", parse_size),
             },
         )
+
+
+@dataclass(frozen=True, slots=True)
+class PathConfig:
+    """Which of its two ways of loading a side takes: the ``optimized`` one, or the plain one, which is there to be
+    measured against (docs/performance.md).
+    """
+
+    optimized: bool = True
+
+    @classmethod
+    def resolve(cls, *, optimized: bool | None = None, environ: Mapping[str, str] | None = None) -> Self:
+        """Settle it: argument, GGML_RPC_LOAD_OPT, default. ConfigError names the one that cannot be used."""
+        if optimized is not None and not isinstance(optimized, bool):
+            raise ConfigError(f"optimized={shown(optimized)} is none of True, False and None")
+        return _resolve(cls, {"optimized": optimized}, environ, {"optimized": _OPTIMIZED})
 
 
 def available_cpus() -> int:
@@ -330,8 +367,8 @@ class ServerConfig:
 
     The address it listens on, the directory of its tensor ``cache`` (``None``: none) and what it checks of an entry
     (``cache_verify``: ``"content"`` or ``"size"``), the ``protocol`` it speaks, how long it keeps tensors (``retain``),
-    how many bytes of ``memory`` it gives out (``None``: what is available), and the ``transport`` (``"auto"``,
-    ``"tcp"``, ``"rdma"``).
+    how many bytes of ``memory`` it gives out (``None``: what is available), the ``transport`` (``"auto"``, ``"tcp"``,
+    ``"rdma"``), and whether it receives the ``optimized`` way (see `PathConfig`).
     """
 
     host: str = "127.0.0.1"
@@ -342,6 +379,7 @@ class ServerConfig:
     memory: int | None = None
     transport: str = "auto"
     cache_verify: str = "content"
+    optimized: bool = True
 
     @classmethod
     def resolve(
@@ -355,6 +393,7 @@ class ServerConfig:
         retain: str | None = None,
         memory: int | None = None,
         transport: str | None = None,
+        optimized: bool | None = None,
         environ: Mapping[str, str] | None = None,
     ) -> Self:
         """Settle the server's settings. Raises ConfigError naming the option or variable that cannot be used."""
@@ -369,6 +408,7 @@ class ServerConfig:
                 "retain": retain,
                 "memory": memory,
                 "transport": transport,
+                "optimized": optimized,
             },
             environ,
             {
@@ -380,6 +420,7 @@ class ServerConfig:
                 "retain": ("WEIGHTWIRE_SERVER_RETAIN", parse_choice(RETAIN_MODES)),
                 "memory": ("WEIGHTWIRE_SERVER_MEMORY", parse_size),
                 "transport": ("WEIGHTWIRE_SERVER_TRANSPORT", parse_choice(TRANSPORTS)),
+                "optimized": _OPTIMIZED,
             },
         )
 

@@ -19,6 +19,7 @@ from weightwire.cli.options import (
     layers_each,
     no_index,
     no_mmap,
+    optimized,
     protocol,
     quiet,
     targets_of,
@@ -63,6 +64,7 @@ __all__ = ["push"]
 @timeout
 @protocol
 @transport
+@optimized
 @json_output
 @quiet
 @help_
@@ -81,6 +83,7 @@ def push(
     timeout: float | None,
     protocol: str | None,
     transport: str | None,
+    optimized: bool | None,
     as_json: bool,
     quiet: bool,
 ) -> int:
@@ -95,7 +98,9 @@ def push(
     from weightwire.client.fanout import chosen_for
     from weightwire.model import open_model
 
-    config = ClientConfig.resolve(timeout=timeout, protocol=protocol, cache=cache, transport=transport)
+    config = ClientConfig.resolve(
+        timeout=timeout, protocol=protocol, cache=cache, transport=transport, optimized=optimized
+    )
     check_protocol(config.protocol, "WEIGHTWIRE_PROTOCOL")
     LoadConfig.resolve(threads=threads)  # a variable that cannot be used is heard of before a server is
     targets = targets_of(endpoints, include, layers)
@@ -132,7 +137,11 @@ def _push_to_one(
     from weightwire.client import connect
 
     with connect(
-        target.endpoint, timeout=config.timeout, protocol=config.protocol, transport=config.transport
+        target.endpoint,
+        timeout=config.timeout,
+        protocol=config.protocol,
+        transport=config.transport,
+        optimized=config.optimized,
     ) as connection:
         then = "verifying" if options["verify"] else ""
         with Progress("pushing", total, choose_display(quiet), then=then) as progress:
@@ -167,6 +176,7 @@ def _push_to_all(
             timeout=config.timeout,
             protocol=config.protocol,
             transport=config.transport,
+            optimized=config.optimized,
             **options,
         )
     seconds = time.monotonic() - started

@@ -14,7 +14,7 @@ from typing import Any, Self
 import click
 
 from weightwire.cli.failures import ENVIRONMENT, Failure, by_signal, cannot_here
-from weightwire.cli.options import SIZE, VERSION, check_protocol, help_, json_output
+from weightwire.cli.options import SIZE, VERSION, check_protocol, help_, json_output, optimized
 from weightwire.cli.output import line, object_
 from weightwire.config import CACHE_VERIFY_MODES, RETAIN_MODES, TRANSPORTS, ServerConfig
 from weightwire.errors import ConfigError
@@ -65,6 +65,7 @@ __all__ = ["serve"]
     help="auto: RDMA with clients that offer it, TCP otherwise; rdma: refuse other clients. "
     "[WEIGHTWIRE_SERVER_TRANSPORT; default: auto]",
 )
+@optimized
 @click.option("--lifeline", is_flag=True, hidden=True, help="End when stdin ends: for a parent that may be killed.")
 @json_output
 @help_
@@ -77,6 +78,7 @@ def serve(
     retain: str | None,
     memory: int | None,
     transport: str | None,
+    optimized: bool | None,
     lifeline: bool,
     as_json: bool,
 ) -> None:
@@ -96,6 +98,7 @@ def serve(
         retain=retain,
         memory=memory,
         transport=transport,
+        optimized=optimized,
     )
     check_protocol(config.protocol, "WEIGHTWIRE_SERVER_PROTOCOL")
     directory = _cache_directory(config.cache) if config.cache is not None else None
@@ -110,6 +113,7 @@ def serve(
                 retain=config.retain,
                 memory=config.memory,
                 transport=config.transport,
+                optimized=config.optimized,
             )
             server.start()
         try:
@@ -138,6 +142,7 @@ def _announce(server: Any, config: ServerConfig, as_json: bool) -> None:
             "retain": config.retain,
             "memory": config.memory,
             "transport": config.transport,
+            "optimized": config.optimized,
             "pid": os.getpid(),
         }
     )

@@ -16,6 +16,7 @@ from weightwire.client.push import ModelSource, push
 from weightwire.client.registered import RegisteredMemory, register
 from weightwire.client.remote import RemoteBuffer
 from weightwire.client.result import PushResult
+from weightwire.config import PathConfig
 from weightwire.transport.address import format_sockaddr
 from weightwire.transport.negotiate import open_connection
 
@@ -30,7 +31,12 @@ __all__ = ["Connection", "connect"]
 
 
 def connect(
-    endpoint: str, *, timeout: float = 30.0, protocol: str | None = None, transport: str = "auto"
+    endpoint: str,
+    *,
+    timeout: float = 30.0,
+    protocol: str | None = None,
+    transport: str = "auto",
+    optimized: bool | None = None,
 ) -> Connection:
     """Connect to a ggml RPC server at ``endpoint`` (``"host:port"``, ``"[::1]:50052"``; port 50052 if none is given).
 
@@ -40,14 +46,18 @@ def connect(
     such as ``"7.0.0"``, says which version the server speaks, whatever it announces; without it HELLO finds out.
     ``transport`` is ``"auto"`` (RDMA where both ends can, TCP otherwise; `Connection.transport` says which, and why),
     ``"tcp"``, or ``"rdma"`` (nothing else will do). Where RDMA was agreed on and does not work, which takes 5 seconds
-    at most to find out, the connection is made again on TCP.
+    at most to find out, the connection is made again on TCP. ``optimized=False`` (None: GGML_RPC_LOAD_OPT, else True)
+    has `push` send the same bytes as a plain client would, one message and one RDMA chunk at a time, to be measured
+    against (docs/performance.md).
 
     Raises ConfigError for a bad argument, VersionError for a server older than 1.0 or of a major nobody described
     (nothing is sent to it after HELLO), ServerBusy when it took the connection and does not answer, ProtocolError for
     an answer that is none, RdmaUnavailable where RDMA was required, TransferTimeout, PeerClosed and TransportError for
     the rest. Source: docs/protocol.md, sections 6 and 8.
     """
-    return Connection(*open_connection(endpoint, timeout, protocol, transport))
+    path = PathConfig.resolve(optimized=optimized)
+    opened = open_connection(endpoint, timeout, protocol, transport, optimized=path.optimized)
+    return Connection(*opened, optimized=path.optimized)
 
 
 class Connection:
@@ -58,7 +68,16 @@ class Connection:
     later calls say so.
     """
 
-    def __init__(self, stream: ByteStream, greeting: Greeting, dialect: Dialect, carrier: Carrier) -> None:
+    def __init__(
+        self,
+        stream: ByteStream,
+        greeting: Greeting,
+        dialect: Dialect,
+        carrier: Carrier,
+        *,
+        optimized: bool = True,
+    ) -> None:
+        self._optimized = optimized
         self._channel = Channel(stream, dialect)
         self._greeting = greeting
         self._stream = stream
@@ -107,6 +126,11 @@ class Connection:
         ``inline`` (bytes) and ``pair``, the queue pair's number. docs/rdma.md has more.
         """
         return self._transport
+
+    @property
+    def optimized(self) -> bool:
+        """Whether this side loads the optimized way, or the plain one (see `connect`)."""
+        return self._optimized
 
     @property
     def closed(self) -> bool:
@@ -227,6 +251,7 @@ class Connection:
                 probe=probe,
                 drop_behind=drop_behind,
                 read=read,
+                optimized=self._optimized,
             ),
         )
 

@@ -16,6 +16,7 @@ from weightwire.client.plan import compile_include, select
 from weightwire.client.push import ModelSource, push_selected
 from weightwire.client.result import PushResult
 from weightwire.client.shared import shared_hashes
+from weightwire.config import PathConfig
 from weightwire.model import Model, ModelTensor, open_model
 from weightwire.profile import LoadRecorder
 
@@ -101,6 +102,7 @@ def push_all(
     timeout: float = 30.0,
     protocol: str | None = None,
     transport: str = "auto",
+    optimized: bool | None = None,
 ) -> PushedAll:
     """Connect to several servers and push a model, or a part of it, to each, all at once.
 
@@ -114,7 +116,7 @@ def push_all(
     is closed. Raised are only ConfigError for an argument, ModelError for a model that cannot be opened, and whatever
     interrupts the call (Ctrl-C), after which every connection is closed and nothing reads the model any more.
     """
-    aims = as_targets(targets)
+    aims, path = as_targets(targets), PathConfig.resolve(optimized=optimized)
     opened = model if isinstance(model, Model) else open_model(model)
     try:
         chosen = [chosen_for(opened, target) for target in aims]
@@ -134,6 +136,7 @@ def push_all(
                 probe=probe,
                 drop_behind=drop_behind,
                 read=read,
+                optimized=path.optimized,
             )
             for number, target in enumerate(aims)
         ]
@@ -143,7 +146,13 @@ def push_all(
 
             def open_target(target: Target) -> Connection:
                 try:
-                    return connect(target.endpoint, timeout=timeout, protocol=protocol, transport=transport)
+                    return connect(
+                        target.endpoint,
+                        timeout=timeout,
+                        protocol=protocol,
+                        transport=transport,
+                        optimized=path.optimized,
+                    )
                 except BaseException:
                     leave(aims.index(target))
                     raise

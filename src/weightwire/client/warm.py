@@ -15,11 +15,13 @@ from weightwire.client.fanout import chosen_for
 from weightwire.client.hashes import TensorHashes, is_cached
 from weightwire.client.hashpool import HashFeed
 from weightwire.client.options import IndexChoice, ProgressCallback, PushOptions
+from weightwire.client.plain import PlainSender
 from weightwire.client.push import ModelSource
 from weightwire.client.remote import RemoteBuffer, RemoteTensor
 from weightwire.client.sender import Sender
 from weightwire.client.shared import shared_hashes
 from weightwire.client.sources import Sources
+from weightwire.config import PathConfig
 from weightwire.errors import AllocationError, CacheUnavailable
 from weightwire.model import Model, ModelTensor, open_model
 from weightwire.profile import LoadProfile, LoadRecorder, Stage
@@ -56,7 +58,8 @@ class WarmSummary:
 class Warmed:
     """What became of one target of `warm`: a ``summary`` or an ``error``. The connection is closed either way.
 
-    ``endpoint``, ``protocol`` and ``transport`` are those of `Connection`; the last two are None where there was none.
+    ``endpoint``, ``protocol``, ``transport`` and ``optimized`` are those of `Connection`; ``protocol`` and
+    ``transport`` are None where there was none.
     """
 
     target: Target
@@ -65,6 +68,7 @@ class Warmed:
     transport: Mapping[str, object] | None
     summary: WarmSummary | None
     error: Exception | None
+    optimized: bool = True
 
 
 def warm(
@@ -80,6 +84,7 @@ def warm(
     timeout: float = 30.0,
     protocol: str | None = None,
     transport: str = "auto",
+    optimized: bool | None = None,
 ) -> list[Warmed]:
     """Fill the tensor caches of servers, stock ones started with ``-c`` included, with a model's tensors over 10 MiB.
 
@@ -95,9 +100,15 @@ def warm(
     cannot be opened, and whatever interrupts the call (Ctrl-C), after which every connection is closed.
     Source: docs/protocol.md, section 9.
     """
-    aims = as_targets(targets)
+    aims, path = as_targets(targets), PathConfig.resolve(optimized=optimized)
     options = PushOptions(
-        cache="always", threads=threads, in_flight=in_flight, index=index, drop_behind=drop_behind, read=read
+        cache="always",
+        threads=threads,
+        in_flight=in_flight,
+        index=index,
+        drop_behind=drop_behind,
+        read=read,
+        optimized=path.optimized,
     )
     opened = model if isinstance(model, Model) else open_model(model)
     try:
@@ -110,7 +121,13 @@ def warm(
 
             def open_target(target: Target) -> Connection:
                 try:
-                    return connect(target.endpoint, timeout=timeout, protocol=protocol, transport=transport)
+                    return connect(
+                        target.endpoint,
+                        timeout=timeout,
+                        protocol=protocol,
+                        transport=transport,
+                        optimized=path.optimized,
+                    )
                 except BaseException:
                     leave(aims.index(target))
                     raise
@@ -128,7 +145,7 @@ def warm(
                     with connection, connection._channel.exclusive("warm"):
                         summary = _warm(
                             connection._channel, opened, chosen[number], aims[number].device, hashes, feed,
-                            claims[number], read, summed.of(number),
+                            claims[number], options, summed.of(number),
                         )  # fmt: skip
                 finally:
                     leave(number)
@@ -146,6 +163,7 @@ def warm(
                 None if member.connection is None else member.connection.transport,
                 member.result,
                 member.error,
+                path.optimized,
             )
             for member in members
         ]
@@ -162,7 +180,7 @@ def _warm(
     hashes: TensorHashes,
     feed: HashFeed,
     claim: Claim | None,
-    read: str,
+    options: PushOptions,
     progress: ProgressCallback | None,
 ) -> WarmSummary:
     recorder, calls = LoadRecorder(), channel.calls
@@ -184,8 +202,9 @@ def _warm(
         recorder.switch(Stage.OTHER)
         if claim is not None:
             claim.keep([number for number, tensor in enumerate(tensors) if tensor.nbytes <= limit])
-        sources = Sources([tensor.payload for tensor in fits], cached=range(len(fits)), read=read, claim=claim)
-        _fill(channel, recorder, fits, scratch, hashes, feed, sources, progress)
+        sources = Sources([tensor.payload for tensor in fits], cached=range(len(fits)), read=options.read, claim=claim)
+        warmer = _Warmer if options.optimized else _PlainWarmer
+        _fill(warmer, channel, recorder, fits, scratch, hashes, feed, sources, progress)
         recorder.switch(Stage.WAIT)
         devices.barrier(channel, device)
     recorder.switch(Stage.OTHER)
@@ -208,6 +227,7 @@ def _warm(
 
 
 def _fill(
+    warmer: type[_Warmer],
     channel: Channel,
     recorder: LoadRecorder,
     tensors: Sequence[ModelTensor],
@@ -222,7 +242,7 @@ def _fill(
     placed = [RemoteTensor(tensor.name, None, (tensor.nbytes,), tensor.nbytes, scratch, 0) for tensor in tensors]
     payloads = [tensor.payload for tensor in tensors]
     questions = Questions(channel, recorder, placed, payloads, range(len(tensors)), feed, True, hashes.doubt)
-    _Warmer(channel, recorder, placed, payloads, questions, progress, sources).run()
+    warmer(channel, recorder, placed, payloads, questions, progress, sources).run()
 
 
 class _Warmer(Sender):
@@ -276,3 +296,7 @@ class _Warmer(Sender):
             endpoint=endpoint,
             hint=_NO_CACHE,
         )
+
+
+class _PlainWarmer(_Warmer, PlainSender):
+    """The same, the plain way."""

@@ -16,11 +16,12 @@ from typing import Final, Self
 from weightwire.cache.saving import Saver
 from weightwire.cache.store import TensorCache
 from weightwire.cache.workers import Workers
-from weightwire.config import RETAIN_MODES, checked_seconds
+from weightwire.config import RETAIN_MODES, PathConfig, checked_seconds
 from weightwire.errors import ConfigError, RdmaUnavailable, TransportError
 from weightwire.server import arguments
 from weightwire.server.capacity import Capacity
 from weightwire.server.destinations import Destination, HostMemory
+from weightwire.server.plain import NoPopulator, PlainSaver
 from weightwire.server.populate import Populator
 from weightwire.server.served import Registry, ServedTensor
 from weightwire.server.session import Services, Session
@@ -58,7 +59,9 @@ class Server:
     may not pause longer than ``stall_timeout`` seconds within a request. Clients beyond ``max_clients`` wait
     unanswered for a place, 64 of them and each for ``hello_timeout`` seconds, and are turned away after that.
     ``transport`` is ``"auto"`` (RDMA with clients that offer it, where this machine can; TCP otherwise), ``"tcp"``,
-    or ``"rdma"``: clients that do not come over RDMA are turned away.
+    or ``"rdma"``: clients that do not come over RDMA are turned away. ``optimized=False`` (None: GGML_RPC_LOAD_OPT,
+    else True) has it do what a plain server does, one message and one RDMA chunk at a time, to be measured against: it
+    then needs memory for one tensor more for each client (docs/performance.md).
 
     Nothing happens before `start`. Raises ConfigError for arguments that cannot be used.
     """
@@ -79,6 +82,7 @@ class Server:
         hello_timeout: float = 10.0,
         stall_timeout: float = 60.0,
         transport: str = "auto",
+        optimized: bool | None = None,
     ) -> None:
         self._host = arguments.host_name(host)
         self._port = arguments.whole_number("port", port, 0, 65535)
@@ -104,6 +108,7 @@ class Server:
             raise ConfigError(
                 f"transport='rdma', and protocol {self._dialect.text} has no RDMA", hint="4.0 and newer have it"
             )
+        self._optimized = PathConfig.resolve(optimized=optimized).optimized
         self._registry = Registry(keep=retain == "process", on_tensor=on_tensor)
 
         # Reentrant, for a signal handler that closes the server.
@@ -117,7 +122,7 @@ class Server:
         self._wake: socket.socket | None = None
         self._unlisten = contextlib.ExitStack()
         self._acceptor: threading.Thread | None = None
-        self._populator = Populator()
+        self._populator = Populator() if self._optimized else NoPopulator()
         self._workers = Workers()
         self._saver: Saver | None = None
         self._sessions: dict[Session, threading.Thread] = {}
@@ -147,7 +152,8 @@ class Server:
             cache = self._cache_at
             if cache is not None and not isinstance(cache, TensorCache):
                 cache = TensorCache(cache, verify=self._cache_verify)
-            self._saver = Saver(cache, self._workers) if cache is not None else None
+            make_saver = Saver if self._optimized else PlainSaver
+            self._saver = make_saver(cache, self._workers) if cache is not None else None
             self._services = Services(
                 dialect=self._dialect,
                 greeting=self._greeting,
@@ -161,6 +167,7 @@ class Server:
                 hello_timeout=self._hello_timeout,
                 stall_timeout=self._stall_timeout,
                 transport=self._transport,
+                optimized=self._optimized,
             )
             self._listen()
             self._started = True
@@ -296,6 +303,11 @@ class Server:
     def endpoints(self) -> tuple[str, ...]:
         """``host:port`` of every address it listens on; empty before it has started."""
         return self._endpoints
+
+    @property
+    def optimized(self) -> bool:
+        """Whether it receives the optimized way, or the plain one."""
+        return self._optimized
 
     @property
     def tensors(self) -> Mapping[str, ServedTensor]:

@@ -18,6 +18,7 @@ from weightwire.server.commands import Commands
 from weightwire.server.destinations import Destination
 from weightwire.server.errors import BadRequest, log_failure
 from weightwire.server.filling import Filler
+from weightwire.server.plain import PlainFiller, PlainReceiver
 from weightwire.server.populate import Populator
 from weightwire.server.receive import Receiver
 from weightwire.server.served import Registry
@@ -52,6 +53,7 @@ class Services:
     hello_timeout: float
     stall_timeout: float
     transport: str
+    optimized: bool = True
 
 
 class Session:
@@ -78,8 +80,11 @@ class Session:
             saver=services.saver,
         )
         self._staging = Staging()
-        self._receiver = Receiver(stream, self._dialect, self._buffers, self._staging, services.cache, services.saver)
-        self._filler = Filler(
+        make_receiver, make_filler = (Receiver, Filler) if services.optimized else (PlainReceiver, PlainFiller)
+        self._receiver = make_receiver(
+            stream, self._dialect, self._buffers, self._staging, services.cache, services.saver
+        )
+        self._filler = make_filler(
             self._dialect, self._buffers, self._staging, services.cache, services.workers, services.saver
         )
         self._commands = Commands(stream, self._dialect, self._buffers, self._staging, services.capacity)
@@ -183,7 +188,7 @@ class Session:
         if self._services.transport == "tcp":
             self._stay(on_tcp(ASKED_FOR_TCP))
             return NO_CAPS
-        accepted = accept(self._tcp, caps)
+        accepted = accept(self._tcp, caps, optimized=self._services.optimized)
         if isinstance(accepted, Carrier):
             self._stay(accepted)
             return NO_CAPS
