@@ -12,10 +12,11 @@ from collections.abc import Iterable
 from weightwire.client.remote import RemoteTensor
 from weightwire.client.sender import SLICE, Sender
 from weightwire.client.sources import read_range
-from weightwire.errors import AllocationError, WeightwireError
+from weightwire.errors import WeightwireError
 from weightwire.hashing import hash_payloads
 from weightwire.profile import Stage
 from weightwire.ranges import FileRange
+from weightwire.transport.memory import cleared_memory
 from weightwire.wire.commands import CACHE_THRESHOLD, Command
 
 __all__ = ["PlainSender"]
@@ -72,14 +73,7 @@ class PlainSender(Sender):
 
     def _message(self, index: int, tensor: RemoteTensor, head: bytes) -> memoryview:
         """Header and payload in one piece of memory that was zero before."""
-        try:
-            message = memoryview(bytearray(len(head) + tensor.nbytes))
-        except MemoryError:
-            raise AllocationError(
-                f"tensor {tensor.name!r}: there is no memory for a message of {tensor.nbytes} bytes",
-                nbytes=tensor.nbytes,
-                hint="the optimized way, which is the default, needs none",
-            ) from None
+        message = cleared_memory(len(head) + tensor.nbytes, f"the message with tensor {tensor.name!r},")
         message[: len(head)] = head
         payload = self._payloads[index]
         if isinstance(payload, FileRange):

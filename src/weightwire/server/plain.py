@@ -16,7 +16,6 @@ from weightwire.cache.reading import EntryChanged, ReadingStopped, read_exactly
 from weightwire.cache.saving import Save, Saver
 from weightwire.cache.store import NOT_ITS_NAME, CacheWriter, TensorCache
 from weightwire.cache.workers import Workers
-from weightwire.errors import AllocationError
 from weightwire.hashing import FNV_OFFSET, hash_payloads
 from weightwire.server.buffers import Block
 from weightwire.server.destinations import Destination
@@ -24,7 +23,7 @@ from weightwire.server.filling import Filler, Question
 from weightwire.server.populate import PopulateJob, Populator
 from weightwire.server.receive import Receiver
 from weightwire.server.staging import STAGING_BYTES, rows_of
-from weightwire.transport.memory import HostRegion
+from weightwire.transport.memory import HostRegion, cleared_memory
 
 __all__ = ["NoPopulator", "PlainFiller", "PlainReceiver", "PlainSaver"]
 
@@ -108,10 +107,7 @@ class PlainReceiver(Receiver):
 
     def _whole(self, nbytes: int) -> memoryview:
         """The next ``nbytes`` bytes of the stream, in memory that was zero before, as of a whole message."""
-        try:
-            message = memoryview(bytearray(self._head_bytes + nbytes))
-        except MemoryError:
-            raise AllocationError(f"there is no memory for a message of {nbytes} bytes", nbytes=nbytes) from None
+        message = cleared_memory(self._head_bytes + nbytes, "a message")
         payload = message[self._head_bytes :]
         self.stream.recv_into(payload)
         return payload
@@ -180,10 +176,7 @@ class PlainFiller(Filler):
     def _read(self, fd: int, nbytes: int) -> memoryview:
         """The whole entry. EntryChanged if it is written to meanwhile, OSError if it cannot be read."""
         before = os.fstat(fd)
-        try:
-            content = memoryview(bytearray(nbytes))
-        except MemoryError:
-            raise AllocationError(f"there is no memory for an entry of {nbytes} bytes", nbytes=nbytes) from None
+        content = cleared_memory(nbytes, "an entry of the cache")
         for start in range(0, nbytes, _PIECE):
             self._check()
             read_exactly(fd, content[start : start + _PIECE], start)
