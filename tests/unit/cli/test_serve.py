@@ -18,7 +18,10 @@ from weightwire.hashing import fnv1a64
 
 pytestmark = pytest.mark.timeout(120)
 
-MEMBERS = {"endpoint", "endpoints", "port", "protocol", "cache", "cache_verify", "retain", "memory", "transport", "pid"}
+MEMBERS = {
+    "endpoint", "endpoints", "port", "protocol", "cache", "cache_verify", "retain", "memory", "transport", "optimized",
+    "pid",
+}  # fmt: skip
 
 
 def endpoint_of(process: subprocess.Popen[str]) -> str:
