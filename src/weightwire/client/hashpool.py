@@ -220,7 +220,9 @@ class HashPool:
                 hash_blocks(payload, check) if isinstance(payload, FileRange) else hash_payload(payload)
                 for payload in payloads
             ]
-        return hash_payloads(payloads, check=check, plain=self._plain)
+        if self._plain:
+            return hash_payloads(payloads, check=check, plain=True)
+        return hash_payloads(payloads, check=check)
 
     def _settle(self, index: int) -> None:
         """Payload ``index`` was digested: those who have released it have its bytes in flight no longer."""
