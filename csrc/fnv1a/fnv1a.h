@@ -58,6 +58,7 @@ struct ww_fnv1a_many {
     uint64_t left;                            /* bytes the running call may still hash; set by each call */
     int64_t until_ns;                         /* CLOCK_MONOTONIC: when the running call comes back; set by each call */
     int late;                                 /* that moment has passed */
+    int plain;                                /* set after the start: one payload after another, by the plain loop alone */
     size_t failed;                            /* the job of a failure */
     uint64_t failed_at;                       /* and the offset in its file */
 };

@@ -106,12 +106,15 @@ def hash_payload(payload: Buffer | FileRange) -> int:
     return _fnv1a.fnv1a64_payloads((payload,))[0]
 
 
-def hash_payloads(payloads: Sequence[Buffer | FileRange], *, check: Callable[[], object] | None = None) -> list[int]:
+def hash_payloads(
+    payloads: Sequence[Buffer | FileRange], *, check: Callable[[], object] | None = None, plain: bool = False
+) -> list[int]:
     """FNV-1a 64 of each payload, in order, in this thread, in half a MiB beyond the payloads themselves.
 
     The GIL is free meanwhile: hash from several threads to use several cores. ``check`` is called on this thread about
     every 32 MiB, or every 0.1 s where files are slow; what it raises ends the hashing and is passed on. On the main
-    thread Ctrl-C takes effect as often. Otherwise raises as ``hash_payload`` does.
+    thread Ctrl-C takes effect as often. ``plain`` takes one payload after another, byte by byte, whatever the CPU
+    offers and whatever other calls use: to be measured against. Otherwise raises as ``hash_payload`` does.
     """
     _settle()
-    return _fnv1a.fnv1a64_payloads(payloads, check)
+    return _fnv1a.fnv1a64_payloads(payloads, check, plain)

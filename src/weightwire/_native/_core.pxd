@@ -41,6 +41,7 @@ cdef extern from "fnv1a/fnv1a.h" nogil:
         uint64_t hash
 
     struct ww_fnv1a_many:
+        int plain
         size_t failed
         uint64_t failed_at
 

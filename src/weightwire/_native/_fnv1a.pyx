@@ -93,8 +93,8 @@ def fnv1a64(data, uint64_t start=WW_FNV1A_OFFSET):
         PyBuffer_Release(&view)
 
 
-def fnv1a64_payloads(payloads, check=None):
-    """FNV-1a 64 of each payload (a buffer or a ``FileRange``), in this thread.
+def fnv1a64_payloads(payloads, check=None, bint plain=False):
+    """FNV-1a 64 of each payload (a buffer or a ``FileRange``), in this thread; with ``plain`` by the plain loop alone.
 
     ``check()`` is called between slices; what it raises ends the work.
     """
@@ -133,6 +133,7 @@ def fnv1a64_payloads(payloads, check=None):
                 taken += 1
             total += jobs[i].nbytes
         ww_fnv1a_many_start(&many, jobs, count, windows)
+        many.plain = plain
         if total < KEEP_GIL and windows == NULL:
             status = ww_fnv1a_many_run(&many, KEEP_GIL, SLICE_NS)
         else:

@@ -14,7 +14,7 @@ import click
 
 from weightwire.cli.embedded import EmbeddedServer
 from weightwire.cli.failures import ENVIRONMENT, Failure, as_usage, cannot_here
-from weightwire.cli.options import SIZE, help_, json_output, profile, quiet, timeout, transport
+from weightwire.cli.options import SIZE, help_, json_output, optimized, profile, quiet, timeout, transport
 from weightwire.cli.output import human_bytes, line, note, object_, printable
 from weightwire.cli.progress import Progress, choose_display
 from weightwire.cli.report import push_lines, push_object
@@ -37,6 +37,7 @@ DISK_BESIDE = parse_size("16MiB")
 @timeout
 @transport
 @profile
+@optimized
 @json_output
 @quiet
 @help_
@@ -47,6 +48,7 @@ def demo(
     timeout: float | None,
     transport: str | None,
     show_profile: bool,
+    optimized: bool | None,
     as_json: bool,
     quiet: bool,
 ) -> None:
@@ -57,7 +59,9 @@ def demo(
     """
     if model is not None and (size is not None or keep):
         raise ConfigError("--size and --keep are for the generated model", hint="leave them out, or leave out MODEL")
-    config = ClientConfig.resolve(timeout=timeout, transport=transport, settings=("timeout", "transport"))
+    config = ClientConfig.resolve(
+        timeout=timeout, transport=transport, optimized=optimized, settings=("timeout", "transport", "optimized")
+    )
     with raising_on_signals(), ExitStack() as stack:
         if model is None:
             path, generated = _generate(stack, size or DEFAULT_SIZE, keep, quiet)
@@ -125,8 +129,16 @@ def _run(path: str, config: ClientConfig, profile: bool | None, quiet: bool) -> 
             select(opened, None)
         _check_memory(opened.nbytes)
         with (
-            EmbeddedServer(("--transport", config.transport)) as server,
-            connect(server.endpoint, timeout=config.timeout, transport=config.transport, profile=profile) as connection,
+            EmbeddedServer(
+                ("--transport", config.transport, "--optimized" if config.optimized else "--no-optimized")
+            ) as server,
+            connect(
+                server.endpoint,
+                timeout=config.timeout,
+                transport=config.transport,
+                profile=profile,
+                optimized=config.optimized,
+            ) as connection,
             Progress("pushing", opened.nbytes, choose_display(quiet), then="verifying") as progress,
         ):
             result = connection.push(opened, cache="never", verify=True, progress=progress.report)

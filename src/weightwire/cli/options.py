@@ -27,6 +27,7 @@ __all__ = [
     "layers_each",
     "no_index",
     "no_mmap",
+    "optimized",
     "profile",
     "protocol",
     "quiet",
@@ -262,6 +263,16 @@ def profile(function: _F) -> _F:
         "show_profile",
         is_flag=True,
         help="Say on stderr what each connection spent its time on. [GGML_RPC_LOADPROF=1 does the same]",
+    )(function)
+
+
+def optimized(function: _F) -> _F:
+    """``--optimized`` and ``--no-optimized``."""
+    return click.option(
+        "--optimized/--no-optimized",
+        default=None,
+        help="The plain way instead of the fast one, to measure the one against the other: the same bytes, one message "
+        "at a time, on one thread. [GGML_RPC_LOAD_OPT=0 is --no-optimized; default: --optimized]",
     )(function)
 
 

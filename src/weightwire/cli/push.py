@@ -19,6 +19,7 @@ from weightwire.cli.options import (
     layers_each,
     no_index,
     no_mmap,
+    optimized,
     profile,
     protocol,
     quiet,
@@ -65,6 +66,7 @@ __all__ = ["push"]
 @protocol
 @transport
 @profile
+@optimized
 @json_output
 @quiet
 @help_
@@ -84,6 +86,7 @@ def push(
     protocol: str | None,
     transport: str | None,
     show_profile: bool,
+    optimized: bool | None,
     as_json: bool,
     quiet: bool,
 ) -> int:
@@ -98,7 +101,9 @@ def push(
     from weightwire.client.fanout import chosen_for
     from weightwire.model import open_model
 
-    config = ClientConfig.resolve(timeout=timeout, protocol=protocol, cache=cache, transport=transport)
+    config = ClientConfig.resolve(
+        timeout=timeout, protocol=protocol, cache=cache, transport=transport, optimized=optimized
+    )
     check_protocol(config.protocol, "WEIGHTWIRE_PROTOCOL")
     wanted = profile_wanted(show_profile or None)
     LoadConfig.resolve(threads=threads)  # a variable that cannot be used is heard of before a server is
@@ -142,6 +147,7 @@ def _push_to_one(
         protocol=config.protocol,
         transport=config.transport,
         profile=profile,
+        optimized=config.optimized,
     ) as connection:
         then = "verifying" if options["verify"] else ""
         with Progress("pushing", total, choose_display(quiet), then=then) as progress:
@@ -178,6 +184,7 @@ def _push_to_all(
             protocol=config.protocol,
             transport=config.transport,
             profile=profile,
+            optimized=config.optimized,
             **options,
         )
     seconds = time.monotonic() - started

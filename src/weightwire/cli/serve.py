@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Self
 import click
 
 from weightwire.cli.failures import ENVIRONMENT, Failure, by_signal, cannot_here
-from weightwire.cli.options import SIZE, VERSION, check_protocol, help_, json_output
+from weightwire.cli.options import SIZE, VERSION, check_protocol, help_, json_output, optimized
 from weightwire.cli.output import StdoutClosed, StdoutFailed, line, note, object_
 from weightwire.config import CACHE_VERIFY_MODES, RETAIN_MODES, TRANSPORTS, ServerConfig
 from weightwire.errors import ConfigError
@@ -91,6 +91,7 @@ __all__ = ["serve"]
     help="Say on stderr what each connection spent its time on, when it ends; with --json on stdout, one object for "
     "each. [GGML_RPC_LOADPROF=1 does so on stderr]",
 )
+@optimized
 @click.option("--lifeline", is_flag=True, hidden=True, help="End when stdin ends: for a parent that may be killed.")
 @json_output
 @help_
@@ -106,6 +107,7 @@ def serve(
     metrics_port: int | None,
     metrics_host: str | None,
     show_profile: bool,
+    optimized: bool | None,
     lifeline: bool,
     as_json: bool,
 ) -> None:
@@ -127,6 +129,7 @@ def serve(
         transport=transport,
         metrics_host=metrics_host,
         metrics_port=metrics_port,
+        optimized=optimized,
     )
     check_protocol(config.protocol, "WEIGHTWIRE_SERVER_PROTOCOL")
     profiles = _Profiles() if show_profile and as_json else None
@@ -144,6 +147,7 @@ def serve(
                 transport=config.transport,
                 profile=False if profiles else show_profile or None,
                 on_profile=profiles.write if profiles else None,
+                optimized=config.optimized,
             )
             # Before anybody can connect: if they cannot be had, no client is cut off.
             metrics = ending.enter_context(_metrics(server, config)) if config.metrics_port is not None else None
@@ -196,6 +200,7 @@ def _announce(server: Server, config: ServerConfig, metrics: MetricsEndpoint | N
             "transport": config.transport,
             "metrics": metrics.url if metrics is not None else None,
             "metrics_port": metrics.port if metrics is not None else None,
+            "optimized": config.optimized,
             "pid": os.getpid(),
         }
     )

@@ -18,6 +18,7 @@ from weightwire.cli.options import (
     layers_each,
     no_index,
     no_mmap,
+    optimized,
     profile,
     protocol,
     quiet,
@@ -50,6 +51,7 @@ __all__ = ["warm"]
 @protocol
 @transport
 @profile
+@optimized
 @json_output
 @quiet
 @help_
@@ -66,6 +68,7 @@ def warm(
     protocol: str | None,
     transport: str | None,
     show_profile: bool,
+    optimized: bool | None,
     as_json: bool,
     quiet: bool,
 ) -> int:
@@ -80,7 +83,11 @@ def warm(
     from weightwire.model import open_model
 
     config = ClientConfig.resolve(
-        timeout=timeout, protocol=protocol, transport=transport, settings=("timeout", "protocol", "transport")
+        timeout=timeout,
+        protocol=protocol,
+        transport=transport,
+        optimized=optimized,
+        settings=("timeout", "protocol", "transport", "optimized"),
     )
     check_protocol(config.protocol, "WEIGHTWIRE_PROTOCOL")
     targets = targets_of(endpoints, include, layers)
@@ -104,6 +111,7 @@ def warm(
                 protocol=config.protocol,
                 transport=config.transport,
                 profile=show_profile or None,
+                optimized=config.optimized,
             )
         seconds = time.monotonic() - started
     if len(warmed) == 1:

@@ -114,13 +114,7 @@ class Receiver:
         if row and rows:
             block = buffer.memory
             try:
-                if rows == 1 or stride == row:
-                    self._range(block, start, row * rows)
-                elif row >= DIRECT_ROW:
-                    for index in range(rows):
-                        self._range(block, start + index * stride, row)
-                else:
-                    self._short_rows(block, start, row, rows, stride)
+                self._rows(block, start, row, rows, stride)
             except BaseException:
                 buffer.spoil(placed)
                 raise
@@ -141,6 +135,15 @@ class Receiver:
         return self._buffers.locate(tensor)
 
     # From the stream.
+
+    def _rows(self, block: Block, start: int, row: int, rows: int, stride: int) -> None:
+        if rows == 1 or stride == row:
+            self._range(block, start, row * rows)
+        elif row >= DIRECT_ROW:
+            for index in range(rows):
+                self._range(block, start + index * stride, row)
+        else:
+            self._short_rows(block, start, row, rows, stride)
 
     def _range(self, block: Block, start: int, nbytes: int) -> None:
         if block.direct is not None:

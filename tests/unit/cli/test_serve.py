@@ -23,7 +23,7 @@ from weightwire.hashing import fnv1a64
 pytestmark = pytest.mark.timeout(120)
 
 MEMBERS = {"endpoint", "endpoints", "port", "protocol", "cache", "cache_verify", "retain", "memory", "transport", "pid"}
-MEMBERS |= {"metrics", "metrics_port"}
+MEMBERS |= {"metrics", "metrics_port", "optimized"}
 
 
 def endpoint_of(process: subprocess.Popen[str]) -> str:
