@@ -247,7 +247,7 @@ def test_a_send_without_room_is_blocked(pair: Pair) -> None:
         return profile.spent()[Stage.BLOCKED] > 0
 
     # Nobody reads: sooner or later there is no room, and the sender looks up from its sleep now and then.
-    eventually(blocked)
+    assert eventually(blocked)
     target = bytearray(len(data))
     other.recv_into(target)
     sender.join()
