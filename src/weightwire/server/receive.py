@@ -63,7 +63,6 @@ class Receiver:
         request = self._dialect.decode_set_tensor(self.stream.recv(self._head_bytes))
         located = self._locate(request.tensor)
         start = located.range(request.offset, nbytes)
-        self._recorder.set_tensor_bytes += nbytes
         buffer = located.buffer
         if nbytes:
             buffer.memory.about_to_write(start, nbytes)
@@ -93,6 +92,7 @@ class Receiver:
             raise
         if save is not None:
             save.complete()
+        self._recorder.set_tensor_bytes += nbytes
         buffer.wrote(placed, located, request.offset, nbytes)
 
     def set_tensor_2d(self, size: int) -> None:
@@ -106,7 +106,6 @@ class Receiver:
         start = check_rows(located, request)
         if size - head_bytes != row * rows:
             raise BadMessage(f"{size - head_bytes} bytes of data for {rows} rows of {row} bytes")
-        self._recorder.set_tensor_bytes += row * rows
         buffer = located.buffer
         if row and rows:
             buffer.memory.about_to_write(start, (rows - 1) * stride + row)
@@ -118,6 +117,7 @@ class Receiver:
             except BaseException:
                 buffer.spoil(placed)
                 raise
+        self._recorder.set_tensor_bytes += row * rows
         buffer.wrote_rows(placed, located, request.offset, row, rows, stride)
 
     def _recv_into(self, piece: memoryview) -> None:

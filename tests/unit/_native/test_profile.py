@@ -16,6 +16,8 @@ from weightwire._native._profile import INSIDE, STAGES, Profile
 from weightwire.profile import Stage
 from weightwire.transport.rdma import RdmaStream
 from weightwire.transport.tcp import TcpStream
+from weightwire.wire.commands import Command
+from weightwire.wire.framing import request_header
 
 
 def test_the_numbers_are_those_of_the_stages() -> None:
@@ -194,6 +196,11 @@ def pair(request: pytest.FixtureRequest) -> Pair:
     return found
 
 
+def message(nbytes: int) -> bytes:
+    """A request with that much data: an RDMA stream sends it as its framing says."""
+    return request_header(Command.SET_TENSOR, nbytes) + bytes(nbytes)
+
+
 def receive_slowly(pair: Pair, profile: Profile, stage: Stage) -> tuple[int, ...]:
     """Receive one byte that comes late, in ``stage``; nanoseconds in every stage."""
     one, other = pair
@@ -231,7 +238,7 @@ def test_a_send_without_room_is_blocked(pair: Pair) -> None:
     one.profile = profile
     profile.switch(Stage.WIRE)
     profile.begin()
-    data = bytes(64 << 20)
+    data = message(64 << 20)
     sender = threading.Thread(target=lambda: one.send(data))
     sender.start()
 
@@ -240,7 +247,7 @@ def test_a_send_without_room_is_blocked(pair: Pair) -> None:
         return profile.spent()[Stage.BLOCKED] > 0
 
     # Nobody reads: sooner or later there is no room, and the sender looks up from its sleep now and then.
-    eventually(blocked)
+    assert eventually(blocked)
     target = bytearray(len(data))
     other.recv_into(target)
     sender.join()
@@ -293,9 +300,11 @@ def test_what_is_no_tcp_cannot_say() -> None:
 def test_counts_outlive_a_link(rdma_pair: tuple[RdmaStream, RdmaStream]) -> None:
     one, other = rdma_pair
     assert one.send_limits() is None
-    one.send(bytes(1 << 20))
-    other.recv(1 << 20)
+    data = message(1 << 20)
+    one.send(data)
+    assert other.recv(len(data)) == data
     counts = one.counts
-    assert counts["copied_bytes"] == 1 << 20
+    assert counts["copied_bytes"] == len(data)
+    assert counts["copies"] == counts["sends"] > 4
     one.close()
     assert one.counts == counts

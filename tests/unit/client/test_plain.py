@@ -165,7 +165,7 @@ def test_the_variable_and_the_argument(monkeypatch: pytest.MonkeyPatch) -> None:
         assert weightwire.Server(port=0).optimized is False
         assert weightwire.Server(port=0, optimized=True).optimized is True
         monkeypatch.setenv("GGML_RPC_LOAD_OPT", "maybe")
-        with pytest.raises(ConfigError, match="GGML_RPC_LOAD_OPT: 'maybe' is neither 1 .on. nor 0 .off."):
+        with pytest.raises(ConfigError, match=r"GGML_RPC_LOAD_OPT: 'maybe' is neither 1 .on. nor 0 .off."):
             connect(server.endpoints[0])
     with pytest.raises(ConfigError, match="optimized=1 is none of True, False and None"):
         connect("127.0.0.1:1", optimized=1)  # type: ignore[arg-type]
