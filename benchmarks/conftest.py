@@ -4,20 +4,35 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
-import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
 _HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(_HERE), str(_HERE.parent / "tests")]
 
-from prepare import peers  # noqa: E402  (found through the path set above)
+from harness.models import whole_blocks, write_random  # noqa: E402  (found through the path set above)
+from harness.network import CannotShape, Network, shaped_network  # noqa: E402
+from prepare import peers  # noqa: E402
 
 from weightwire.model.synthetic import write_synthetic_gguf  # noqa: E402
 
 NBYTES = 1 << 30
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """What makes the longer benchmarks shorter or longer."""
+    group = parser.getgroup("weightwire")
+    group.addoption("--rounds", type=int, default=5, help="rounds that count, in test_cache.py (default: 5)")
+    group.addoption("--every-shape", action="store_true", help="test_cache.py: all shapes on the shaped network too")
+
+
+@pytest.fixture(scope="session")
+def rounds(request: pytest.FixtureRequest) -> int:
+    """How many rounds count."""
+    count: int = request.config.getoption("--rounds")
+    return max(count, 1)
 
 
 @pytest.fixture(scope="session")
@@ -48,10 +63,30 @@ def model_of_1gib(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
         yield request.getfixturevalue("synthetic_model")
         return
     path = tmp_path_factory.mktemp("equal") / "equal.safetensors"
-    generator = np.random.default_rng(1)
-    size = NBYTES // request.param
-    save_file(
-        {f"layer.{index}": generator.integers(0, 256, size, dtype=np.uint8) for index in range(request.param)}, path
-    )
+    write_random(path, _equal(request.param))
     yield path
     path.unlink()
+
+
+def _equal(count: int) -> dict[str, int]:
+    return {f"layer.{index}": NBYTES // count for index in range(count)}
+
+
+@pytest.fixture(scope="session", params=["blocks", 16, 1], ids=["blocks", "16 x 64 MiB", "1 x 1 GiB"])
+def cache_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """At least 1 GiB in three shapes: whole blocks of a 27B model, large layers, and one tensor."""
+    path = tmp_path_factory.mktemp("cached") / f"{request.param}.safetensors"
+    write_random(path, dict(whole_blocks(NBYTES)) if request.param == "blocks" else _equal(request.param))
+    yield path
+    path.unlink()
+
+
+@pytest.fixture(scope="session")
+def shaped() -> Iterator[Network]:
+    """Two network namespaces joined at 2.5 Gbit/s."""
+    with ExitStack() as stack:
+        try:
+            network = stack.enter_context(shaped_network())
+        except CannotShape as why:
+            pytest.skip(f"no shaped network here: {why}")
+        yield network

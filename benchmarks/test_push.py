@@ -12,23 +12,14 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from harness.models import file_ranges
 from harness.rounds import Peer, Rounds, settle
 from harness.socket_pair import SocketPairPeer
 from harness.stock_pair import StockPeer
 from harness.weightwire_pair import WeightwirePeer
 from pytest_benchmark.fixture import BenchmarkFixture
 
-import weightwire
-from weightwire.ranges import FileRange
-
 ROUNDS = 9
-
-
-def file_ranges(path: Path) -> list[tuple[int, int]]:
-    """Offset and bytes of every tensor of a single-file model."""
-    with weightwire.open_model(path) as model:
-        payloads = [tensor.payload for tensor in model.tensors.values() if tensor.nbytes]
-    return [(payload.offset, payload.nbytes) for payload in payloads if isinstance(payload, FileRange)]
 
 
 @pytest.fixture

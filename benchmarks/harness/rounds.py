@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -49,6 +49,12 @@ class Rounds:
             "gib_per_s": {name: self.nbytes / 2**30 / self.median(name) for name in self.seconds},
             "times_as_fast_as": {name: self.ratio(subject, name) for name in self.seconds if name != subject},
         }
+
+
+def split(profiles: Sequence[Mapping[str, int]]) -> dict[str, float]:
+    """Median seconds of each stage of `LoadProfile`, the whole span included, over the profiles of several rounds."""
+    stages = [name for name in profiles[0] if name.endswith("_ns")]
+    return {name[:-3]: statistics.median(profile[name] for profile in profiles) / 1e9 for name in stages}
 
 
 def settle(nbytes: int) -> None:

@@ -4,8 +4,8 @@ Run as a script this file is the client::
 
     stock_pair.py LIBDIR ENDPOINT FILE WEIGHTS   < JSON list of [offset, nbytes]
 
-It prints the seconds from allocating the tensors to the answer that proves the last byte arrived. The server is the one
-that the tests use.
+It prints a JSON list: the seconds from allocating the tensors to the answer that proves the last byte arrived, and the
+client's processor seconds meanwhile. The server is the one that the tests use.
 """
 
 from __future__ import annotations
@@ -19,6 +19,10 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from harness.network import Network
 
 GGML_TYPE_I8 = 24
 BUFFER_USAGE_WEIGHTS = 1
@@ -38,7 +42,7 @@ def _load(folder: str) -> tuple[ctypes.CDLL, ctypes.CDLL]:
 
 
 def push(folder: str, endpoint: str, path: str, weights: bool) -> None:
-    """Set one I8 tensor per range of the file, in order, and print the seconds it took."""
+    """Set one I8 tensor per range of the file, in order, and print the seconds and the processor seconds it took."""
     ranges = json.load(sys.stdin)
     base, rpc = _load(folder)
     pointer, size, integer = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64
@@ -59,14 +63,14 @@ def push(folder: str, endpoint: str, path: str, weights: bool) -> None:
         mapping = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
     last = ctypes.create_string_buffer(1)
-    started = time.perf_counter()
+    started, busy = time.perf_counter(), time.process_time()
     buffer = base.ggml_backend_alloc_ctx_tensors(context, backend)
     if weights:
         base.ggml_backend_buffer_set_usage(buffer, BUFFER_USAGE_WEIGHTS)
     for tensor, (offset, nbytes) in zip(tensors, ranges, strict=True):
         base.ggml_backend_tensor_set(tensor, address + offset, 0, nbytes)
     base.ggml_backend_tensor_get(tensors[-1], last, ranges[-1][1] - 1, 1)
-    print(time.perf_counter() - started, flush=True)
+    print(json.dumps([time.perf_counter() - started, time.process_time() - busy]), flush=True)
     os._exit(0)  # upstream's destructors are not ours to time
 
 
@@ -81,24 +85,34 @@ class StockPeer:
         *,
         cache: Path | None = None,
         host: str = "127.0.0.1",
+        network: Network | None = None,
     ) -> None:
         from support.stock import StockServer
 
         self.name = "stock pair, cache" if cache else "stock pair"
+        at_server: tuple[str, ...] = ()
+        self._at_client: tuple[str, ...] = ()
+        if network is not None:
+            host, at_server, self._at_client = network.host, network.at_server, network.at_client
         self._folder, self._path, self._ranges = folder, path, ranges
         self._weights = cache is not None
         self.nbytes = sum(nbytes for _, nbytes in ranges)
         self._log = tempfile.TemporaryDirectory()
-        self._server = StockServer(folder, "7.0.0", Path(self._log.name) / "server.log", cache, host)
+        #: Processor seconds of client and server in each round.
+        self.processor: list[float] = []
+        self._server = StockServer(folder, "7.0.0", Path(self._log.name) / "server.log", cache, host, at_server)
 
     def server_output(self) -> str:
         """What the server printed so far."""
         return self._server.output()
 
     def round(self) -> float:
+        from harness.children import processor_seconds
+
+        before = processor_seconds(self._server.process.pid)
         arguments = [str(self._folder), self._server.endpoint, str(self._path), str(int(self._weights))]
         done = subprocess.run(
-            [sys.executable, __file__, *arguments],
+            [*self._at_client, sys.executable, __file__, *arguments],
             input=json.dumps(self._ranges),
             capture_output=True,
             text=True,
@@ -106,7 +120,9 @@ class StockPeer:
         )
         if done.returncode:
             raise RuntimeError(f"the stock client failed: {done.stderr[-500:]}")
-        return float(done.stdout.strip().splitlines()[-1])
+        took, busy = json.loads(done.stdout.strip().splitlines()[-1])
+        self.processor.append(busy + processor_seconds(self._server.process.pid) - before)
+        return float(took)
 
     def close(self) -> None:
         self._server.stop()

@@ -22,11 +22,19 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def listening(port: int) -> bool:
-    """True when something listens on the IPv4 port; asked of the kernel, as a connection would count as a client."""
+def listening(port: int, pid: int | None = None) -> bool:
+    """True when something listens on the IPv4 port, in the network of process ``pid`` (None: this one).
+
+    Asked of the kernel, as a connection would count as a client.
+    """
     wanted = f":{port:04X}"
-    with open("/proc/net/tcp") as table:
-        return any(row.split()[1].endswith(wanted) and row.split()[3] == _LISTEN for row in table.readlines()[1:])
+    try:
+        rows = Path(f"/proc/{pid or 'self'}/net/tcp").read_text().splitlines()[1:]
+    except OSError:
+        if pid is None:
+            raise
+        return False  # it has just ended
+    return any(row.split()[1].endswith(wanted) and row.split()[3] == _LISTEN for row in rows)
 
 
 def smoke(library_folder: Path, protocol: str, *, seconds: float = 20.0) -> str | None:

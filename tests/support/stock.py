@@ -21,13 +21,24 @@ PATIENCE = 60.0
 
 
 class StockServer:
-    """A stock ggml-rpc server on a free port of ``host``, running once made. It serves one client at a time."""
+    """A stock ggml-rpc server on a free port of ``host``, running once made. It serves one client at a time.
+
+    ``place`` is a command that it is started through, such as nsenter(1) for another network; one that becomes what it
+    starts.
+    """
 
     def __init__(
-        self, library: Path, protocol: str, log: Path, cache: Path | None = None, host: str = "127.0.0.1"
+        self,
+        library: Path,
+        protocol: str,
+        log: Path,
+        cache: Path | None = None,
+        host: str = "127.0.0.1",
+        place: Sequence[str] = (),
     ) -> None:
         self.protocol = protocol
         self.cache = cache
+        self._place = place
         self._log = log
         for _ in range(5):
             # The server cannot pick a port, and one that was free may be taken before it listens.
@@ -41,7 +52,7 @@ class StockServer:
         raise AssertionError(f"the stock server of {protocol} does not start (exit code {code}):\n{self.output()}")
 
     def _start(self, library: Path) -> None:
-        command = [sys.executable, HERE / "stock_server.py", library, self.endpoint]
+        command = [*self._place, sys.executable, HERE / "stock_server.py", library, self.endpoint]
         if self.cache:
             self.cache.mkdir(parents=True, exist_ok=True)
             command.append(self.cache)
@@ -53,7 +64,7 @@ class StockServer:
     def _wait_until_listening(self, port: int) -> bool:
         deadline = time.monotonic() + PATIENCE
         while time.monotonic() < deadline and self.alive:
-            if listening(port):
+            if listening(port, self.process.pid):
                 return self.alive
             time.sleep(0.005)
         return False

@@ -1,0 +1,133 @@
+"""The states a server's cache can be in before a round, brought about and checked outside of the time that is taken."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+from collections.abc import Mapping
+from enum import Enum
+from pathlib import Path
+
+from harness.rounds import Peer
+
+_ENTRY = re.compile(r"[0-9a-f]{16}", re.ASCII)
+_PATIENCE = 120
+
+
+class State(Enum):
+    """What the server's cache has of the model when a round begins."""
+
+    NONE = "no cache"
+    COLD = "cold"
+    WARM = "warm"
+
+
+class CachedPeer:
+    """A pair whose server keeps its cache in ``directory``, in one ``state`` at the beginning of every round.
+
+    ``expected`` is what a full cache holds: the bytes of each entry by its name. `prepare` and `finish` come before and
+    after each `round`, untimed. A cold round begins with an empty directory; it leaves every entry, written back to the
+    disk, so that no later round of anybody waits for that. In a warm round no entry may be written: one that is shows
+    that the cache was not used.
+    """
+
+    def __init__(self, peer: Peer, directory: Path, expected: Mapping[str, int], state: State) -> None:
+        self.name = peer.name
+        #: Seconds after the end of each round until all entries were in place (a server may still be writing them).
+        self.late: list[float] = []
+        self._peer = peer
+        self._directory = directory
+        self._expected = dict(expected)
+        self._state = state
+        self._before: dict[str, int] = {}
+
+    def prepare(self) -> None:
+        """Bring the directory into its state."""
+        if self._state is State.COLD:
+            empty(self._directory)
+        elif self._state is State.WARM:
+            if entries(self._directory) != self._expected:
+                self._fill()
+            self._before = written(self._directory)
+
+    def round(self) -> float:
+        return self._peer.round()
+
+    def finish(self) -> None:
+        """Wait for what the server still has to write, and look at what it wrote. RuntimeError if that is not what this
+        state should lead to.
+        """
+        if self._state is State.COLD:
+            started = time.perf_counter()
+            self._wait_for_entries()
+            self.late.append(time.perf_counter() - started)
+            write_back(self._directory)
+        elif self._state is State.WARM and written(self._directory) != self._before:
+            raise RuntimeError(f"{self.name}: a round with a warm cache wrote entries")
+
+    def close(self) -> None:
+        self._peer.close()
+
+    def _fill(self) -> None:
+        empty(self._directory)
+        self._peer.round()
+        self._wait_for_entries()
+        write_back(self._directory)
+
+    def _wait_for_entries(self) -> None:
+        deadline = time.monotonic() + _PATIENCE
+        while (found := entries(self._directory)) != self._expected:
+            if time.monotonic() > deadline:
+                raise RuntimeError(
+                    f"{self.name}: {len(found)} cache entries of {sum(found.values())} bytes, expected "
+                    f"{len(self._expected)} of {sum(self._expected.values())}"
+                )
+            time.sleep(0.002)
+
+
+def entries(directory: Path) -> dict[str, int]:
+    """The bytes of each entry by its name; temporary and other files are none."""
+    with os.scandir(directory) as found:
+        return {entry.name: entry.stat().st_size for entry in found if _ENTRY.fullmatch(entry.name)}
+
+
+def written(directory: Path) -> dict[str, int]:
+    """When each entry was last written, nanoseconds."""
+    with os.scandir(directory) as found:
+        return {entry.name: entry.stat().st_mtime_ns for entry in found if _ENTRY.fullmatch(entry.name)}
+
+
+def empty(directory: Path) -> None:
+    """Remove the files of the directory, and see that the disk knows."""
+    for name in os.listdir(directory):
+        with contextlib.suppress(IsADirectoryError, FileNotFoundError):
+            os.unlink(directory / name)
+    _sync(directory)
+
+
+def write_back(directory: Path) -> None:
+    """Wait until the entries are on the disk; they stay in the page cache."""
+    for name in entries(directory):
+        _sync(directory / name)
+    _sync(directory)
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def file_system(path: Path) -> str:
+    """The kind of file system that ``path`` is on, such as ext4 (proc_pid_mountinfo(5))."""
+    device = os.stat(path).st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        before, _, after = line.partition(" - ")
+        if before.split()[2] == wanted:
+            return after.split()[0]
+    return "unknown"

@@ -1,0 +1,56 @@
+"""What cache benchmarks move, and what a cache holds of it."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+
+import weightwire
+from weightwire.hashing import hash_payloads
+from weightwire.model.synthetic import FULL_SIZE_LAYOUT
+from weightwire.ranges import FileRange
+from weightwire.wire.commands import CACHE_THRESHOLD
+from weightwire.wire.types import contiguous_nbytes, type_by_name
+
+
+def whole_blocks(nbytes: int) -> Iterator[tuple[str, int]]:
+    """Names and bytes of the tensors of whole blocks of a 27B model at full size, at least ``nbytes`` in all.
+
+    A small model in a large one's proportions, as `write_synthetic_gguf` makes it, has hardly a tensor that a cache
+    keeps (over 10 MiB); in whole blocks of the large one they make up as much as in all of it, 98 %.
+    """
+    blocks = (tensor for tensor in FULL_SIZE_LAYOUT if tensor[0].startswith("blk."))
+    total = 0
+    for _, block in itertools.groupby(blocks, lambda tensor: re.match(r"blk\.\d+", tensor[0])):
+        for name, kind, ne in block:
+            size = contiguous_nbytes(type_by_name(kind).code, ne)
+            total += size
+            yield name, size
+        if total >= nbytes:
+            return
+
+
+def write_random(path: Path, sizes: dict[str, int]) -> None:
+    """A safetensors file of unsigned bytes that do not compress, the same in every run."""
+    generator = np.random.default_rng(1)
+    save_file({name: generator.integers(0, 256, size, dtype=np.uint8) for name, size in sizes.items()}, path)
+
+
+def file_ranges(path: Path) -> list[tuple[int, int]]:
+    """Offset and bytes of every tensor of a single-file model."""
+    with weightwire.open_model(path) as model:
+        payloads = [tensor.payload for tensor in model.tensors.values() if tensor.nbytes]
+    return [(payload.offset, payload.nbytes) for payload in payloads if isinstance(payload, FileRange)]
+
+
+def full_cache(path: Path) -> dict[str, int]:
+    """Name and bytes of every entry that a server's cache has once it has the model."""
+    with weightwire.open_model(path) as model:
+        payloads = [tensor.payload for tensor in model.tensors.values() if tensor.nbytes > CACHE_THRESHOLD]
+        hashes = hash_payloads(payloads)
+    return {f"{value:016x}": payload.nbytes for value, payload in zip(hashes, payloads, strict=True)}

@@ -1,0 +1,160 @@
+"""Loading through the server's cache, weightwire's pair beside the stock pair: no cache, a cold one, a warm one.
+
+On loopback and between two network namespaces shaped to 2.5 Gbit/s. Both pairs keep their caches on the same file
+system, and ask for every tensor over 10 MiB. The stock client hashes each before it sends it; the stock server hashes
+and writes each on the thread that receives, and does not wait for the disk.
+
+What is aimed at, as ratios of medians of the same run and not asserted: with a cold cache 3 times the stock pair, with
+a warm one 5 times, warm with the index of hashes 10 times; two threads hash many tensors 1.7 times as fast as one on
+two cores.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from harness.cached import CachedPeer, State, file_system
+from harness.models import file_ranges, full_cache
+from harness.network import LOOPBACK, Network
+from harness.pushing import PushingPeer
+from harness.rounds import Rounds, settle, split
+from harness.socket_pair import SocketPairPeer
+from harness.stock_pair import StockPeer
+from pytest_benchmark.fixture import BenchmarkFixture
+
+import weightwire
+from weightwire.hashing import hash_payloads
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture(params=["loopback", "shaped"])
+def network(request: pytest.FixtureRequest, cache_model: Path) -> Network:
+    """Where the pairs are: loopback in every shape, the shaped network in one of them unless all are asked for."""
+    if request.param == "loopback":
+        return LOOPBACK
+    if cache_model.stem != "blocks" and not request.config.getoption("--every-shape"):
+        pytest.skip("the shaped network has this shape with --every-shape only")
+    shaped: Network = request.getfixturevalue("shaped")
+    return shaped
+
+
+@pytest.mark.bench
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("state", State, ids=lambda state: state.value)
+def test_cache(
+    benchmark: BenchmarkFixture,
+    state: State,
+    network: Network,
+    cache_model: Path,
+    stock_library: Path,
+    stack: ExitStack,
+    tmp_path: Path,
+    rounds: int,
+) -> None:
+    expected = full_cache(cache_model)
+    directories = {name: tmp_path / name for name in ("weightwire", "stock")}
+    for directory in directories.values():
+        directory.mkdir()
+    cached = state is not State.NONE
+    ours = PushingPeer(
+        cache_model,
+        network=network,
+        cache=directories["weightwire"] if cached else None,
+        options={"cache": "auto" if cached else "never"},
+    )
+    stack.callback(ours.close)
+    stock = StockPeer(
+        stock_library,
+        cache_model,
+        file_ranges(cache_model),
+        network=network,
+        cache=directories["stock"] if cached else None,
+    )
+    stack.callback(stock.close)
+    bare = SocketPairPeer(cache_model, populate=False, network=network)
+    stack.callback(bare.close)
+    subject = CachedPeer(ours, directories["weightwire"], expected, state)
+    others = [CachedPeer(stock, directories["stock"], expected, state)]
+    if not cached:
+        # The most that this network does, the same in every state.
+        others.append(CachedPeer(bare, tmp_path, {}, State.NONE))
+    nbytes = bare.nbytes
+    taken = Rounds(nbytes)
+
+    def take(peer: CachedPeer, counts: bool) -> None:
+        peer.prepare()
+        settle(nbytes)
+        took = peer.round()
+        peer.finish()
+        if counts:
+            taken.add(peer.name, took)
+
+    def before() -> None:
+        for peer in others:
+            take(peer, counts=True)
+        subject.prepare()
+        settle(nbytes)
+
+    def push() -> None:
+        taken.add(subject.name, subject.round())
+
+    def after() -> None:
+        subject.finish()
+
+    for peer in (subject, *others):  # warm-up: page cache, allocators, the congestion window
+        take(peer, counts=False)
+    for kept in (ours.profiles, ours.processor, stock.processor, subject.late):
+        kept.clear()
+    benchmark.pedantic(push, setup=before, teardown=after, rounds=rounds)
+
+    summary = {
+        "state": state.value,
+        "network": network.name,
+        "file_system": file_system(tmp_path),
+        "entries": len(expected),
+        "bytes_in_entries": sum(expected.values()),
+        **taken.summary(subject.name),
+        "split_seconds": split(ours.profiles),
+        # Of both ends. What else the machine does changes this less than it does the span.
+        "processor_seconds": {pair.name: statistics.median(pair.processor) for pair in (ours, stock)},
+        "entries_in_place_after_seconds": subject.late,
+    }
+    benchmark.extra_info.update(summary)
+    print(json.dumps(summary, indent=2))
+    hits = len(expected) if state is State.WARM else 0
+    misses = len(expected) if state is State.COLD else 0
+    assert len(ours.profiles) == rounds
+    assert {(profile["hits"], profile["misses"]) for profile in ours.profiles} == {(hits, misses)}
+
+
+@pytest.mark.bench
+@pytest.mark.timeout(300)
+def test_two_threads_hash(benchmark: BenchmarkFixture, synthetic_model: Path, rounds: int) -> None:
+    """Many tensors in groups of four, as the client hashes them, by one thread and by two."""
+    with weightwire.open_model(synthetic_model) as model, ThreadPoolExecutor(2) as two, ThreadPoolExecutor(1) as one:
+        payloads = [tensor.payload for tensor in model.tensors.values()]
+        groups = [payloads[start : start + 4] for start in range(0, len(payloads), 4)]
+        taken = Rounds(model.nbytes)
+        hashed: dict[str, list[list[int]]] = {}
+
+        def run(name: str, pool: ThreadPoolExecutor) -> None:
+            started = time.perf_counter()
+            hashed[name] = list(pool.map(hash_payloads, groups))
+            taken.add(name, time.perf_counter() - started)
+
+        benchmark.pedantic(run, args=("two threads", two), setup=lambda: run("one thread", one), rounds=rounds)
+    assert hashed["one thread"] == hashed["two threads"]
+    benchmark.extra_info.update(taken.summary("two threads"))
+    print(json.dumps(taken.summary("two threads"), indent=2))

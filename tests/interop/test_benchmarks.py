@@ -1,0 +1,204 @@
+"""What the benchmarks run, once each with a small model: that they work and measure what they say, not how fast."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from support.awkward import MIB
+from support.leaks import LeakCheck, eventually
+from support.require import do_without
+
+_BENCHMARKS = str(Path(__file__).resolve().parent.parent.parent / "benchmarks")
+if _BENCHMARKS not in sys.path:
+    sys.path.insert(0, _BENCHMARKS)
+
+from harness.cached import CachedPeer, State, empty, entries, file_system  # noqa: E402  (found through the path above)
+from harness.models import file_ranges, full_cache, whole_blocks, write_random  # noqa: E402
+from harness.network import LOOPBACK, RATE, CannotShape, Network, shaped_network  # noqa: E402
+from harness.pushing import PushingPeer  # noqa: E402
+from harness.rounds import Peer, Rounds, alternate, settle, split  # noqa: E402
+from harness.socket_pair import SocketPairPeer  # noqa: E402
+from harness.stock_pair import StockPeer  # noqa: E402
+
+pytestmark = [pytest.mark.interop]
+
+SIZES = {"large": 11 * MIB, "small": 4096, "larger": 12 * MIB + 1, "at the limit": 10 * MIB}
+NBYTES = sum(SIZES.values())
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "small.safetensors"
+    write_random(path, SIZES)
+    return path
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def shaped(stack: ExitStack) -> Network:
+    try:
+        return stack.enter_context(shaped_network())
+    except CannotShape as why:
+        do_without("a shaped network", str(why))
+
+
+@pytest.fixture(params=["loopback", "shaped"])
+def network(request: pytest.FixtureRequest) -> Network:
+    return LOOPBACK if request.param == "loopback" else request.getfixturevalue("shaped")
+
+
+def pairs(stack: ExitStack, library: Path, model: Path, network: Network, cache: Path | None) -> tuple[Peer, Peer]:
+    """weightwire's pair and the stock pair."""
+    ours = PushingPeer(
+        model,
+        network=network,
+        cache=cache / "weightwire" if cache else None,
+        options={"cache": "auto" if cache else "never"},
+    )
+    stack.callback(ours.close)
+    stock = StockPeer(library, model, file_ranges(model), network=network, cache=cache / "stock" if cache else None)
+    stack.callback(stock.close)
+    return ours, stock
+
+
+def test_what_a_cache_holds(model: Path) -> None:
+    assert sorted(full_cache(model).values()) == [11 * MIB, 12 * MIB + 1]
+
+
+def test_whole_blocks_are_what_a_cache_is_for() -> None:
+    sizes = dict(whole_blocks(1 << 30))
+    assert (1 << 30) <= sum(sizes.values()) < (5 << 28)
+    assert sum(size for size in sizes.values() if size > 10 * MIB) > 0.95 * sum(sizes.values())
+
+
+def test_without_a_cache(no_leaks: LeakCheck, model: Path, stock_lib: Path, network: Network, stack: ExitStack) -> None:
+    peers = [*pairs(stack, stock_lib, model, network, None), SocketPairPeer(model, populate=True, network=network)]
+    stack.callback(peers[-1].close)
+    taken = alternate(peers, NBYTES, rounds=2, warmup=1)
+    assert {name: len(took) for name, took in taken.seconds.items()} == {peer.name: 2 for peer in peers}
+    assert min(min(took) for took in taken.seconds.values()) > 0
+    (profile, *_) = peers[0].profiles
+    assert (profile["bytes"], profile["bytes_saved"], profile["misses"]) == (NBYTES, 0, 0)
+    assert split(peers[0].profiles)["span"] > 0
+    summary = taken.summary(peers[0].name)
+    assert set(summary["times_as_fast_as"]) == {peer.name for peer in peers[1:]}
+    stack.close()
+
+
+@pytest.mark.parametrize("state", [State.COLD, State.WARM])
+def test_with_a_cache(
+    no_leaks: LeakCheck,
+    model: Path,
+    stock_lib: Path,
+    network: Network,
+    stack: ExitStack,
+    tmp_path: Path,
+    state: State,
+) -> None:
+    expected = full_cache(model)
+    ours, stock = pairs(stack, stock_lib, model, network, tmp_path)
+    for pair, name in ((ours, "weightwire"), (stock, "stock")):
+        peer = CachedPeer(pair, tmp_path / name, expected, state)
+        for _ in range(2):
+            peer.prepare()
+            assert entries(tmp_path / name) == ({} if state is State.COLD else expected)
+            settle(NBYTES)
+            assert peer.round() > 0
+            peer.finish()
+            assert entries(tmp_path / name) == expected
+        assert len(peer.late) == (2 if state is State.COLD else 0)
+    hits, misses = (2, 0) if state is State.WARM else (0, 2)
+    assert {(profile["hits"], profile["misses"]) for profile in ours.profiles[-2:]} == {(hits, misses)}
+    # Filling it first was a round too.
+    assert len(ours.processor) == len(stock.processor) == (3 if state is State.WARM else 2)
+    stack.close()
+
+
+def test_a_cache_that_was_not_used_is_noticed(model: Path, tmp_path: Path) -> None:
+    class Rewrites:
+        name = "one that writes every time"
+
+        def round(self) -> float:
+            empty(tmp_path)
+            for entry, size in full_cache(model).items():
+                (tmp_path / entry).write_bytes(bytes(size))
+            return 1.0
+
+        def close(self) -> None:
+            pass
+
+    peer = CachedPeer(Rewrites(), tmp_path, full_cache(model), State.WARM)
+    peer.prepare()
+    peer.round()
+    with pytest.raises(RuntimeError, match="wrote entries"):
+        peer.finish()
+
+
+def test_the_network_is_as_fast_as_it_says_and_no_faster(
+    no_leaks: LeakCheck, model: Path, shaped: Network, stack: ExitStack
+) -> None:
+    """A token bucket lets nothing through early; how late it is depends on the machine."""
+    peer = SocketPairPeer(model, populate=False, network=shaped)
+    stack.callback(peer.close)
+    assert peer.nbytes * 8 / peer.round() < 1.1 * RATE
+    stack.close()
+
+
+def namespaces() -> set[str]:
+    """Every network namespace that some process is in, and that this user may see."""
+    found = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            found.add(os.readlink(process / "ns" / "net"))
+        except OSError:
+            continue
+    return found
+
+
+def test_nothing_is_left_of_a_network_whose_user_was_killed(shaped: Network) -> None:
+    script = (
+        "import json, os, sys; from harness.network import shaped_network\n"
+        "with shaped_network() as network:\n"
+        "    print(json.dumps([n[2] for n in (network.at_server, network.at_client)]), flush=True)\n"
+        "    sys.stdin.read()\n"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": _BENCHMARKS},
+    )
+    with child:
+        assert child.stdout is not None
+        holders = json.loads(child.stdout.readline())
+        made = {os.readlink(f"/proc/{pid}/ns/net") for pid in holders}
+        assert len(made) == 2
+        assert made <= namespaces()
+        child.kill()
+    assert eventually(lambda: not made & namespaces())
+
+
+def test_the_file_system_is_named(tmp_path: Path) -> None:
+    assert file_system(tmp_path).isidentifier()
+    assert file_system(Path("/proc")) == "proc"
+
+
+def test_ratios_are_of_rounds_side_by_side() -> None:
+    taken = Rounds(1 << 30)
+    for ours, theirs in ((1.0, 3.0), (2.0, 4.0), (10.0, 50.0)):
+        taken.add("ours", ours)
+        taken.add("theirs", theirs)
+    assert taken.ratio("ours", "theirs") == 3.0
+    assert taken.median("ours") == 2.0
