@@ -22,6 +22,7 @@ __all__ = [
     "CACHE_VERIFY_MODES",
     "DEFAULT_PORT",
     "MAX_THREADS",
+    "READ_MODES",
     "RETAIN_MODES",
     "TRANSPORTS",
     "ClientConfig",
@@ -45,6 +46,7 @@ CACHE_VERIFY_MODES = ("content", "size")
 RETAIN_MODES = ("connection", "process")
 TRANSPORTS = ("auto", "tcp", "rdma")
 MAX_THREADS = 64
+READ_MODES = ("auto", "mmap", "read")
 
 _T = TypeVar("_T")
 _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}

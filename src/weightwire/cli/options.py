@@ -18,6 +18,7 @@ __all__ = [
     "SIZE",
     "VERSION",
     "check_protocol",
+    "drop_behind",
     "endpoints",
     "help_",
     "include",
@@ -25,6 +26,7 @@ __all__ = [
     "json_output",
     "layers_each",
     "no_index",
+    "no_mmap",
     "protocol",
     "quiet",
     "targets_of",
@@ -231,6 +233,24 @@ def no_index(function: _F) -> _F:
     """``--no-index``."""
     return click.option(
         "--no-index", is_flag=True, help="Hash anew, and remember nothing. [WEIGHTWIRE_INDEX=off does the same]"
+    )(function)
+
+
+def drop_behind(function: _F) -> _F:
+    """``--drop-behind``."""
+    return click.option(
+        "--drop-behind",
+        is_flag=True,
+        help="Give the memory that caches the model's files back as they are sent: for a model larger than memory.",
+    )(function)
+
+
+def no_mmap(function: _F) -> _F:
+    """``--no-mmap``."""
+    return click.option(
+        "--no-mmap",
+        is_flag=True,
+        help="Read the model's files in large blocks, instead of having the kernel send them.",
     )(function)
 
 

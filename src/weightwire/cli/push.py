@@ -11,12 +11,14 @@ import click
 from weightwire.cli.failures import as_usage
 from weightwire.cli.options import (
     check_protocol,
+    drop_behind,
     endpoints,
     help_,
     include_each,
     json_output,
     layers_each,
     no_index,
+    no_mmap,
     protocol,
     quiet,
     targets_of,
@@ -54,11 +56,8 @@ __all__ = ["push"]
     help="After a hit of the server's cache see whether it has filled the tensor's ends, too. [default: with --cache "
     "always]",
 )
-@click.option(
-    "--drop-behind",
-    is_flag=True,
-    help="Give the memory that caches the model's files back as they are sent: for a model larger than memory.",
-)
+@drop_behind
+@no_mmap
 @threads
 @no_index
 @timeout
@@ -76,6 +75,7 @@ def push(
     verify: bool,
     probe: bool | None,
     drop_behind: bool,
+    no_mmap: bool,
     threads: int | None,
     no_index: bool,
     timeout: float | None,
@@ -106,6 +106,7 @@ def push(
         "threads": threads,
         "index": False if no_index else None,
         "drop_behind": drop_behind,
+        "read": "read" if no_mmap else "auto",
     }
     with as_usage():
         opened = open_model(model)

@@ -10,12 +10,14 @@ import click
 from weightwire.cli.failures import FAILED, as_usage
 from weightwire.cli.options import (
     check_protocol,
+    drop_behind,
     endpoints,
     help_,
     include_each,
     json_output,
     layers_each,
     no_index,
+    no_mmap,
     protocol,
     quiet,
     targets_of,
@@ -39,6 +41,8 @@ __all__ = ["warm"]
 @endpoints
 @include_each
 @layers_each
+@drop_behind
+@no_mmap
 @threads
 @no_index
 @timeout
@@ -52,6 +56,8 @@ def warm(
     endpoints: tuple[str, ...],
     include: tuple[str, ...],
     layers: tuple[str, ...],
+    drop_behind: bool,
+    no_mmap: bool,
     threads: int | None,
     no_index: bool,
     timeout: float | None,
@@ -89,6 +95,8 @@ def warm(
                 progress=progress.report,
                 threads=threads,
                 index=False if no_index else None,
+                drop_behind=drop_behind,
+                read="read" if no_mmap else "auto",
                 timeout=config.timeout,
                 protocol=config.protocol,
                 transport=config.transport,

@@ -182,6 +182,7 @@ class Connection:
         index: IndexChoice = None,
         probe: bool | None = None,
         drop_behind: bool = False,
+        read: str = "auto",
     ) -> PushResult:
         """Send a model's tensors to ``device`` and return them by name, once the server has them all.
 
@@ -189,8 +190,10 @@ class Connection:
         searched for in the names; ``layers`` (``"20-39"``, ``"7"``, ``"other"``, several with commas) chooses by the
         number of the layer in the name. ``progress(name, done, total)``, in bytes of the whole push, is called after
         each tensor and every 64 MiB within one, and with ``verify`` once more from zero while the tensors come back; it
-        must not use this connection, except to close it. ``drop_behind`` gives the pages of a file back once they are
-        sent.
+        must not use this connection, except to close it. ``drop_behind`` drops a file's pages from the page cache,
+        tensor by tensor, when they have been sent (and verified). ``read`` says how files are read: ``"mmap"`` leaves
+        it to the kernel, which sends out of its page cache, ``"read"`` reads large blocks into memory first, and
+        ``"auto"`` is ``"mmap"``, with 32 MiB asked for ahead where the file lies beyond a network.
 
         ``cache`` says whether the server's tensor cache is asked for tensors over 10 MiB, and told to keep them:
         ``"auto"`` if the server said that it has one, ``"always"`` (for stock servers, which cannot say), ``"never"``.
@@ -223,6 +226,7 @@ class Connection:
                 index=index,
                 probe=probe,
                 drop_behind=drop_behind,
+                read=read,
             ),
         )
 

@@ -9,6 +9,7 @@ from typing import Self, overload
 
 from weightwire.client.connection import Connection, connect
 from weightwire.client.crew import SummedProgress, Target, as_targets, run_all
+from weightwire.client.dropping import claims_for, dropping
 from weightwire.client.layers import parse_layers
 from weightwire.client.options import IndexChoice, ProgressCallback, PushOptions
 from weightwire.client.plan import compile_include, select
@@ -96,6 +97,7 @@ def push_all(
     index: IndexChoice = None,
     probe: bool | None = None,
     drop_behind: bool = False,
+    read: str = "auto",
     timeout: float = 30.0,
     protocol: str | None = None,
     transport: str = "auto",
@@ -131,19 +133,27 @@ def push_all(
                 index=index,
                 probe=probe,
                 drop_behind=drop_behind,
+                read=read,
             )
             for number, target in enumerate(aims)
         ]
         opened.check_unchanged()
-        with shared_hashes(opened, chosen, options[0]) as shared:
+        with dropping(drop_behind) as drop, shared_hashes(opened, chosen, options[0], drop) as shared:
+            claims = claims_for(drop, chosen)
 
             def open_target(target: Target) -> Connection:
                 try:
                     return connect(target.endpoint, timeout=timeout, protocol=protocol, transport=transport)
                 except BaseException:
-                    if shared is not None:
-                        shared.leave(aims.index(target))
+                    leave(aims.index(target))
                     raise
+
+            def leave(number: int) -> None:
+                if shared is not None:
+                    shared.leave(number)
+                claim = claims[number]
+                if claim is not None:
+                    claim.close()
 
             def work(number: int, connection: Connection) -> PushResult:
                 mine, channel = options[number], connection._channel
@@ -152,10 +162,11 @@ def push_all(
                     if shared is not None and mine.uses_cache(connection.server_has_cache):
                         hashes, feed = shared.take(number)
                     with channel.exclusive("push"):
-                        result = push_selected(channel, LoadRecorder(), opened, chosen[number], mine, hashes, feed)
+                        result = push_selected(
+                            channel, LoadRecorder(), opened, chosen[number], mine, hashes, feed, claim=claims[number]
+                        )
                 finally:
-                    if shared is not None:
-                        shared.leave(number)
+                    leave(number)
                 summed.finish(number)
                 return result
 

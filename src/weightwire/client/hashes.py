@@ -6,7 +6,9 @@ import logging
 from collections.abc import Iterable, Sequence
 from typing import Final
 
+from weightwire.client.dropping import DropBehind
 from weightwire.client.hashpool import HashFeed, HashPool, Watch
+from weightwire.client.sources import in_blocks
 from weightwire.errors import ModelError
 from weightwire.index import FileIdentity, Hashes, HashIndex, hash_with_digest, identity_of
 from weightwire.model import Model, ModelTensor
@@ -30,7 +32,8 @@ class TensorHashes:
     """FNV-1a 64 of those of ``tensors`` that a cache may hold, each read at most once, for any number of senders.
 
     What ``index`` has is not read at all; what it lacks is added to it by `record`. ``threads`` and ``in_flight``
-    (bytes, of all senders together) are the pool's. `start` and `close` belong to one ``try`` and its ``finally``.
+    (bytes, of all senders together) are the pool's. ``read`` is how files are read (see `Sources`); ``drop`` keeps what
+    is still to be read for the index. `start` and `close` belong to one ``try`` and its ``finally``.
 
     Raises ModelError where a file cannot be looked at.
     """
@@ -42,6 +45,8 @@ class TensorHashes:
         threads: int,
         in_flight: int,
         index: HashIndex | None = None,
+        read: str = "auto",
+        drop: DropBehind | None = None,
     ) -> None:
         self._tensors = [tensor for tensor in tensors if is_cached(tensor)]
         self._number = {tensor.name: number for number, tensor in enumerate(self._tensors)}
@@ -60,13 +65,19 @@ class TensorHashes:
         self._known = frozenset(known)
         self._doubtful: set[str] = set()
         settled = {fd for fd, identity in self._identities.items() if identity.settled}
+        payloads = [tensor.payload for tensor in self._tensors]
+        # Of a file that was changed a moment ago nothing could be recorded.
+        digest = [number for number, payload in files.items() if payload.fd in settled and number not in known]
+        if drop is not None:
+            drop.want(files[number] for number in digest)
         self.pool = HashPool(
-            [tensor.payload for tensor in self._tensors],
+            payloads,
             threads=threads,
             known=known,
-            # Of a file that was changed a moment ago nothing could be recorded.
-            digest=[number for number, payload in files.items() if payload.fd in settled],
+            digest=digest,
             group=GROUP,
+            blocks=in_blocks(payloads, read),
+            digested=None if drop is None else drop.done,
         )
 
     @property

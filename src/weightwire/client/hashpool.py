@@ -10,9 +10,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import IntEnum
 from typing import Final
 
+from weightwire.client.sources import hash_blocks
 from weightwire.errors import ModelError
-from weightwire.hashing import hash_payloads
-from weightwire.index import hash_with_digest
+from weightwire.hashing import hash_payload, hash_payloads
+from weightwire.index import hash_with_digest, sha256_of
 from weightwire.ranges import FileRange
 
 __all__ = ["HashFeed", "HashPool"]
@@ -41,7 +42,9 @@ class HashPool:
 
     ``known`` has the hashes that are known beforehand, by number of payload; those payloads are not read. ``digest``
     are the numbers whose SHA-256 is wanted, too: it is taken when no hash is, and at most the bytes in flight behind.
-    ``group`` payloads are hashed together by one thread. Who wants hashes makes a `feed` before `start`.
+    ``digested`` is called with each such payload when that has been done. ``group`` payloads are hashed together by one
+    thread, but for those numbered ``blocks``, which are read in large blocks. Who wants hashes makes a `feed` before
+    `start`.
 
     `start` and `close` belong to one ``try`` and its ``finally``: an interrupt may come at any moment. The first
     failure of any thread is raised to everybody who asks afterwards.
@@ -55,6 +58,8 @@ class HashPool:
         known: Mapping[int, int] | None = None,
         digest: Collection[int] = (),
         group: int = 1,
+        blocks: frozenset[int] = frozenset(),
+        digested: Callable[[Payload], object] | None = None,
     ) -> None:
         self._payloads = payloads
         self._count = threads
@@ -67,6 +72,8 @@ class HashPool:
             self._state[index] = _State.DONE
         self._wanted = {index for index in digest if self._hashes[index] is None}
         self._digests: dict[int, bytes] = {}
+        self._blocks = blocks
+        self._digested = digested
         self._behind: deque[int] = deque()
         self._digesting = 0
         self._feeds: list[HashFeed] = []
@@ -189,13 +196,13 @@ class HashPool:
     def _run(self, hashing: bool, indices: list[int], check: Watch) -> None:
         payloads = [self._payloads[index] for index in indices]
         if not hashing:
-            digest = hash_with_digest(payloads[0], check).sha256
+            digest = sha256_of(payloads[0], check)
             with self._changed:
                 self._digests[indices[0]] = digest
                 self._digesting -= 1
                 self._settle(indices[0])
             return
-        hashes = hash_payloads(payloads, check=check)
+        hashes = self._hash(indices, check)
         with self._changed:
             for index, value in zip(indices, hashes, strict=True):
                 self._hashes[index] = value
@@ -204,9 +211,20 @@ class HashPool:
                     self._behind.append(index)
             self._changed.notify_all()
 
+    def _hash(self, indices: Sequence[int], check: Watch) -> list[int]:
+        payloads = [self._payloads[index] for index in indices]
+        if self._blocks and not self._blocks.isdisjoint(indices):
+            return [
+                hash_blocks(payload, check) if isinstance(payload, FileRange) else hash_payload(payload)
+                for payload in payloads
+            ]
+        return hash_payloads(payloads, check=check)
+
     def _settle(self, index: int) -> None:
         """Payload ``index`` was digested: those who have released it have its bytes in flight no longer."""
         self._wanted.discard(index)
+        if self._digested is not None:
+            self._digested(self._payloads[index])
         for feed in self._feeds:
             feed._let_go(index)
         self._changed.notify_all()
@@ -327,7 +345,7 @@ class HashFeed:
         values: list[int] = []
         try:
             if pool._wanted.isdisjoint(indices):
-                values = hash_payloads([pool._payloads[index] for index in indices], check=check)
+                values = pool._hash(indices, check)
             else:
                 for index in indices:
                     hashes = hash_with_digest(pool._payloads[index], check)

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from weightwire.config import CACHE_MODES, LoadConfig
+from weightwire.config import CACHE_MODES, READ_MODES, LoadConfig
 from weightwire.errors import ConfigError
 from weightwire.index import HashIndex, default_index_path
 
@@ -34,11 +34,14 @@ class PushOptions:
     index: IndexChoice = None
     probe: bool | None = None
     drop_behind: bool = False
+    read: str = "auto"
     load: LoadConfig = field(init=False)
 
     def __post_init__(self) -> None:
         if self.cache not in CACHE_MODES:
             raise ConfigError(f"cache: {self.cache!r} is not one of {', '.join(CACHE_MODES)}")
+        if self.read not in READ_MODES:
+            raise ConfigError(f"read: {self.read!r} is not one of {', '.join(READ_MODES)}")
         if self.progress is not None and not callable(self.progress):
             raise ConfigError("progress: it cannot be called", hint="give a function of (name, done, total)")
         for name in ("verify", "drop_behind"):

@@ -9,6 +9,7 @@ from typing import Final
 from weightwire.client.asking import Questions
 from weightwire.client.channel import Channel
 from weightwire.client.device import barrier, release_all
+from weightwire.client.dropping import Claim, dropping
 from weightwire.client.hashes import TensorHashes, is_cached
 from weightwire.client.hashpool import HashFeed
 from weightwire.client.layers import parse_layers
@@ -17,6 +18,7 @@ from weightwire.client.plan import compile_include, place, select
 from weightwire.client.remote import RemoteBuffer, RemoteTensor
 from weightwire.client.result import PushResult, PushSummary
 from weightwire.client.sender import Sender
+from weightwire.client.sources import Sources
 from weightwire.client.verify import verify_tensors
 from weightwire.errors import IntegrityError, WeightwireError
 from weightwire.model import Model, ModelTensor, open_model
@@ -41,14 +43,22 @@ def push(channel: Channel, server_has_cache: bool, source: ModelSource, options:
         model = source if isinstance(source, Model) else open_model(source)
         tensors = select(model, pattern, layers)
         model.check_unchanged()
-        with channel.exclusive("push"):
+        with channel.exclusive("push"), dropping(options.drop_behind) as drop:
+            claim = None if drop is None else Claim(drop, [tensor.payload for tensor in tensors])
             if not options.uses_cache(server_has_cache):
-                return push_selected(channel, recorder, model, tensors, options)
-            hashes = TensorHashes(tensors, threads=options.load.threads, in_flight=options.load.in_flight, index=index)
+                return push_selected(channel, recorder, model, tensors, options, claim=claim)
+            hashes = TensorHashes(
+                tensors,
+                threads=options.load.threads,
+                in_flight=options.load.in_flight,
+                index=index,
+                read=options.read,
+                drop=drop,
+            )
             feed = hashes.feed(tensors)
             try:
                 hashes.start()
-                return push_selected(channel, recorder, model, tensors, options, hashes, feed, record=True)
+                return push_selected(channel, recorder, model, tensors, options, hashes, feed, claim=claim, record=True)
             finally:
                 hashes.close()
     finally:
@@ -67,23 +77,28 @@ def push_selected(
     hashes: TensorHashes | None = None,
     feed: HashFeed | None = None,
     *,
+    claim: Claim | None = None,
     record: bool = False,
 ) -> PushResult:
     """Push ``tensors`` of ``model``, for a caller inside `Channel.exclusive`; buffers are given back if it fails.
 
     The server's cache is asked if there is a ``feed`` of ``hashes`` for these tensors; the caller has started them and
-    closes them. With ``record`` what they found out goes into their index, within the time this push accounts for;
-    without, `TensorHashes.record` is the caller's to call once all his pushes have succeeded.
+    closes them. ``claim`` hears what this push does not read any more. With ``record`` what they found out goes into
+    their index, within the time this push accounts for; without, `TensorHashes.record` is the caller's to call once all
+    his pushes have succeeded.
     """
     owned: list[RemoteBuffer] = []
     try:
-        return _push(channel, recorder, model, tensors, options, hashes, feed, owned, record)
+        return _push(channel, recorder, model, tensors, options, hashes, feed, claim, owned, record)
     except BaseException as error:
         if channel.survives(error):
             release_all(channel, owned)
         if hashes is not None and isinstance(error, IntegrityError):
             hashes.recheck()
         raise
+    finally:
+        if claim is not None:
+            claim.close()
 
 
 def _push(
@@ -94,6 +109,7 @@ def _push(
     options: PushOptions,
     hashes: TensorHashes | None,
     feed: HashFeed | None,
+    claim: Claim | None,
     owned: list[RemoteBuffer],
     record: bool,
 ) -> PushResult:
@@ -103,10 +119,13 @@ def _push(
     recorder.switch(Stage.OTHER)
     payloads = [tensor.payload for tensor in tensors]
     questions: Questions | None = None
+    cached: list[int] = []
     if hashes is not None and feed is not None:
         cached = [number for number, tensor in enumerate(tensors) if is_cached(tensor)]
         questions = Questions(channel, recorder, placed, payloads, cached, feed, options.probes, hashes.doubt)
-    sender = Sender(channel, recorder, placed, payloads, questions, options.progress)
+    # What is to be verified will be read once more.
+    sources = Sources(payloads, cached=set(cached), read=options.read, claim=None if options.verify else claim)
+    sender = Sender(channel, recorder, placed, payloads, questions, options.progress, sources)
     sender.run()
     recorder.switch(Stage.WAIT)
     barrier(channel, device)
@@ -114,7 +133,7 @@ def _push(
     model.check_unchanged()
     if options.verify:
         recorder.switch(Stage.VERIFY)
-        _verify(channel, model, placed, payloads, sender, questions, options)
+        _verify(channel, model, placed, payloads, sender, questions, options, claim)
         recorder.switch(Stage.OTHER)
     if hashes is not None and record:
         recorder.switch(Stage.HASH)
@@ -149,12 +168,13 @@ def _verify(
     sender: Sender,
     questions: Questions | None,
     options: PushOptions,
+    claim: Claim | None,
 ) -> None:
     """Read everything back. What the cache has filled wrongly is sent and read back once more."""
     filled = questions.filled if questions is not None else frozenset()
     tell = sender.tell if options.progress is not None else None
     try:
-        wrong = verify_tensors(channel, placed, payloads, hint=_BLAME, tell=tell, spared=filled)
+        wrong = verify_tensors(channel, placed, payloads, hint=_BLAME, tell=tell, spared=filled, claim=claim)
         if wrong and questions is not None:
             model.check_unchanged()
             for number in wrong:

@@ -10,6 +10,7 @@ from weightwire.client.channel import MAX_OUTSTANDING, Channel
 from weightwire.client.options import ProgressCallback
 from weightwire.client.remote import RemoteTensor
 from weightwire.client.small import SMALL, WINDOW, SmallReader
+from weightwire.client.sources import BLOCK, Sources
 from weightwire.errors import WeightwireError
 from weightwire.profile import LoadRecorder, Stage
 from weightwire.ranges import FileRange
@@ -42,6 +43,7 @@ class Sender:
         payloads: Sequence[FileRange | memoryview],
         questions: Questions | None,
         progress: ProgressCallback | None,
+        sources: Sources | None = None,
     ) -> None:
         self._channel = channel
         self._dialect = channel.dialect
@@ -50,6 +52,7 @@ class Sender:
         self._payloads = payloads
         self._questions = questions
         self._progress = progress
+        self._sources = sources or Sources(payloads)
         self._total = sum(tensor.nbytes for tensor in placed)
         self._done = 0
         recorder.bytes = self._total
@@ -75,7 +78,7 @@ class Sender:
                 put_off.append(index)
                 nbytes += tensor.nbytes
             elif questions.hit(index):
-                self._report(tensor)
+                self._report(index)
             else:
                 put_off.append(index)
                 nbytes = _PUT_OFF
@@ -112,6 +115,7 @@ class Sender:
         if isinstance(payload, FileRange):
             data = self._reader.get(payload)
             if data is None:
+                self._sources.ahead(index)
                 self._flush()  # its parts lie in the window that is filled anew
                 self._reader.fill(index)
                 data = self._reader.get(payload)
@@ -139,17 +143,17 @@ class Sender:
             except WeightwireError as error:
                 raise self._locate(error) from error.__cause__
             self._recorder.switch(previous)
-        batch = [self._placed[index] for index in self._batch]
+        batch = self._batch.copy()
         self._batch.clear()
         self._batch_ends.clear()
         self._batch_parts.clear()
         if self._answered:
-            for tensor in batch:
+            for tensor in map(self._placed.__getitem__, batch):
                 if tensor.nbytes:
                     channel.expect(Command.SET_TENSOR, 0, tensor=tensor.name)
             self._drain()
-        for tensor in batch:
-            self._report(tensor)
+        for index in batch:
+            self._report(index)
 
     def _locate(self, error: WeightwireError) -> WeightwireError:
         """``error`` of a gathered send, told of the tensor it stopped in."""
@@ -169,12 +173,12 @@ class Sender:
     def _send_large(self, index: int, tensor: RemoteTensor) -> None:
         channel = self._channel
         self._hear_out()
-        payload = self._payloads[index]
+        step = BLOCK if self._sources.in_blocks(index) else SLICE
         head = self._head(tensor, 1 if self._questions is not None and index in self._questions else 0)
         position = 0
         while True:
-            size = min(SLICE, tensor.nbytes - position)
-            part = _part(payload, position, size)
+            size = min(step, tensor.nbytes - position)
+            part = self._sources.part(index, position, size)
             previous = self._recorder.switch(Stage.SEND)
             try:
                 if position:
@@ -197,7 +201,7 @@ class Sender:
         if self._answered:
             channel.expect(Command.SET_TENSOR, 0, tensor=tensor.name)
             self._drain()
-        self._report(tensor)
+        self._report(index)
 
     @property
     def _head_bytes(self) -> int:
@@ -218,7 +222,9 @@ class Sender:
         self._channel.settle(MAX_OUTSTANDING)
         self._recorder.switch(previous)
 
-    def _report(self, tensor: RemoteTensor) -> None:
+    def _report(self, index: int) -> None:
+        tensor = self._placed[index]
+        self._sources.done(index)
         self._done += tensor.nbytes
         self.tell(tensor.name, self._done)
 
@@ -228,11 +234,3 @@ class Sender:
             self._progress(name, done, self._total)
             if self._channel.closed:
                 self._channel.check_open("push")
-
-
-def _part(payload: FileRange | memoryview, position: int, size: int) -> FileRange | memoryview:
-    if isinstance(payload, memoryview):
-        return payload[position : position + size]
-    if position == 0 and size == payload.nbytes:
-        return payload
-    return FileRange(payload.fd, payload.offset + position, size, payload.path)

@@ -11,6 +11,7 @@ from weightwire.client.hashes import TensorHashes
 from weightwire.errors import ModelError
 
 if TYPE_CHECKING:
+    from weightwire.client.dropping import DropBehind
     from weightwire.client.hashpool import HashFeed
     from weightwire.client.options import PushOptions
     from weightwire.model import Model, ModelTensor
@@ -49,7 +50,7 @@ class SharedHashes:
 
 @contextlib.contextmanager
 def shared_hashes(
-    model: Model, chosen: Sequence[Sequence[ModelTensor]], options: PushOptions
+    model: Model, chosen: Sequence[Sequence[ModelTensor]], options: PushOptions, drop: DropBehind | None
 ) -> Iterator[SharedHashes | None]:
     """Inside: the hashes for targets that want ``chosen``, or None if no cache is to be asked."""
     if options.cache == "never":
@@ -63,6 +64,8 @@ def shared_hashes(
             threads=options.load.threads,
             in_flight=options.load.in_flight,
             index=index,
+            read=options.read,
+            drop=drop,
         )
         feeds = [hashes.feed(tensors, len(chosen)) for tensors in chosen]
         try:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Collection, Sequence
 
 from weightwire.client.channel import Channel
+from weightwire.client.dropping import Claim
 from weightwire.client.remote import READ_CHUNK, Piece, RemoteTensor, read_pieces
 from weightwire.errors import IntegrityError, ModelError
 from weightwire.ranges import FileRange
@@ -29,10 +30,13 @@ def verify_tensors(
     hint: str,
     tell: Callable[[str, int], None] | None = None,
     spared: Collection[int] = (),
+    claim: Claim | None = None,
 ) -> list[int]:
     """Compare every tensor, byte for byte, with its source; at most two chunks of `READ_CHUNK` bytes are held.
 
     ``tell(name, done)``, in bytes of all tensors, is called after each tensor and every `TELL_EVERY` bytes within one.
+
+    ``claim`` hears of every tensor whose source has been read and was not found to differ.
 
     Returns the numbers of those among ``spared`` that differ. Raises IntegrityError, with ``hint``, for the first
     difference in any other, with the connection still in step, and ModelError where the source cannot be read. For a
@@ -71,6 +75,8 @@ def verify_tensors(
             )
         done += piece.into.nbytes
         whole = piece.offset + piece.into.nbytes == current.nbytes
+        if claim is not None and whole and (not wrong or wrong[-1] != number):
+            claim.done(number)
         if tell is not None and (whole or done - told >= TELL_EVERY):
             told = done
             tell(current.name, done)

@@ -10,6 +10,7 @@ from weightwire.client.asking import Questions
 from weightwire.client.channel import Channel
 from weightwire.client.connection import Connection, connect
 from weightwire.client.crew import SummedProgress, Target, as_targets, run_all
+from weightwire.client.dropping import Claim, claims_for, dropping
 from weightwire.client.fanout import chosen_for
 from weightwire.client.hashes import TensorHashes, is_cached
 from weightwire.client.hashpool import HashFeed
@@ -18,6 +19,7 @@ from weightwire.client.push import ModelSource
 from weightwire.client.remote import RemoteBuffer, RemoteTensor
 from weightwire.client.sender import Sender
 from weightwire.client.shared import shared_hashes
+from weightwire.client.sources import Sources
 from weightwire.errors import AllocationError, CacheUnavailable
 from weightwire.model import Model, ModelTensor, open_model
 from weightwire.profile import LoadProfile, LoadRecorder, Stage
@@ -73,6 +75,8 @@ def warm(
     threads: int | None = None,
     in_flight: int | None = None,
     index: IndexChoice = None,
+    drop_behind: bool = False,
+    read: str = "auto",
     timeout: float = 30.0,
     protocol: str | None = None,
     transport: str = "auto",
@@ -92,21 +96,31 @@ def warm(
     Source: docs/protocol.md, section 9.
     """
     aims = as_targets(targets)
-    options = PushOptions(cache="always", threads=threads, in_flight=in_flight, index=index)
+    options = PushOptions(
+        cache="always", threads=threads, in_flight=in_flight, index=index, drop_behind=drop_behind, read=read
+    )
     opened = model if isinstance(model, Model) else open_model(model)
     try:
         chosen = [[tensor for tensor in chosen_for(opened, target) if is_cached(tensor)] for target in aims]
         summed = SummedProgress(progress, [sum(tensor.nbytes for tensor in tensors) for tensors in chosen])
         opened.check_unchanged()
-        with shared_hashes(opened, chosen, options) as shared:
+        with dropping(drop_behind) as drop, shared_hashes(opened, chosen, options, drop) as shared:
             assert shared is not None  # cache="always"
+            claims = claims_for(drop, chosen)
 
             def open_target(target: Target) -> Connection:
                 try:
                     return connect(target.endpoint, timeout=timeout, protocol=protocol, transport=transport)
                 except BaseException:
-                    shared.leave(aims.index(target))
+                    leave(aims.index(target))
                     raise
+
+            def leave(number: int) -> None:
+                assert shared is not None
+                shared.leave(number)
+                claim = claims[number]
+                if claim is not None:
+                    claim.close()
 
             def work(number: int, connection: Connection) -> WarmSummary:
                 try:
@@ -114,10 +128,10 @@ def warm(
                     with connection, connection._channel.exclusive("warm"):
                         summary = _warm(
                             connection._channel, opened, chosen[number], aims[number].device, hashes, feed,
-                            summed.of(number),
+                            claims[number], read, summed.of(number),
                         )  # fmt: skip
                 finally:
-                    shared.leave(number)
+                    leave(number)
                 summed.finish(number)
                 return summary
 
@@ -147,6 +161,8 @@ def _warm(
     device: int,
     hashes: TensorHashes,
     feed: HashFeed,
+    claim: Claim | None,
+    read: str,
     progress: ProgressCallback | None,
 ) -> WarmSummary:
     recorder, calls = LoadRecorder(), channel.calls
@@ -166,7 +182,10 @@ def _warm(
     if fits:
         scratch = devices.allocate(channel, max(tensor.nbytes for tensor in fits), device)
         recorder.switch(Stage.OTHER)
-        _fill(channel, recorder, fits, scratch, hashes, feed, progress)
+        if claim is not None:
+            claim.keep([number for number, tensor in enumerate(tensors) if tensor.nbytes <= limit])
+        sources = Sources([tensor.payload for tensor in fits], cached=range(len(fits)), read=read, claim=claim)
+        _fill(channel, recorder, fits, scratch, hashes, feed, sources, progress)
         recorder.switch(Stage.WAIT)
         devices.barrier(channel, device)
     recorder.switch(Stage.OTHER)
@@ -195,6 +214,7 @@ def _fill(
     scratch: RemoteBuffer,
     hashes: TensorHashes,
     feed: HashFeed,
+    sources: Sources,
     progress: ProgressCallback | None,
 ) -> None:
     # As plain bytes: what a cache keeps are the bytes of one SET_TENSOR, whatever type it names, and for those nothing
@@ -202,7 +222,7 @@ def _fill(
     placed = [RemoteTensor(tensor.name, None, (tensor.nbytes,), tensor.nbytes, scratch, 0) for tensor in tensors]
     payloads = [tensor.payload for tensor in tensors]
     questions = Questions(channel, recorder, placed, payloads, range(len(tensors)), feed, True, hashes.doubt)
-    _Warmer(channel, recorder, placed, payloads, questions, progress).run()
+    _Warmer(channel, recorder, placed, payloads, questions, progress, sources).run()
 
 
 class _Warmer(Sender):
@@ -216,8 +236,9 @@ class _Warmer(Sender):
         payloads: Sequence[FileRange | memoryview],
         questions: Questions,
         progress: ProgressCallback | None,
+        sources: Sources,
     ) -> None:
-        super().__init__(channel, recorder, placed, payloads, questions, progress)
+        super().__init__(channel, recorder, placed, payloads, questions, progress, sources)
         self._asked = questions
         self._sent: list[int] = []
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weightwire.index.digest import Hashes, hash_with_digest
+from weightwire.index.digest import Hashes, hash_with_digest, sha256_of
 from weightwire.index.identity import FileIdentity, identity_of
 from weightwire.index.store import HashIndex, Owner, default_index_path
 
@@ -14,4 +14,5 @@ __all__ = [
     "default_index_path",
     "hash_with_digest",
     "identity_of",
+    "sha256_of",
 ]

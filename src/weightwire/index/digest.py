@@ -1,4 +1,4 @@
-"""FNV-1a 64 and SHA-256 of the same bytes in one pass."""
+"""FNV-1a 64 and SHA-256 of the same bytes in one pass, or SHA-256 alone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from weightwire.ranges import FileRange
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["Hashes", "hash_with_digest"]
+__all__ = ["Hashes", "hash_with_digest", "sha256_of"]
 
 _WINDOW: Final = 1 << 20
 """Bytes hashed both ways before the next are read: they stay in the CPU's cache meanwhile."""
@@ -38,24 +38,48 @@ def hash_with_digest(payload: Buffer | FileRange, check: Callable[[], object] | 
     what it raises ends the hashing and is passed on. Raises ModelError for a file that has become too short or cannot
     be read, TypeError for what is no buffer.
     """
+    fnv, sha = FNV_OFFSET, hashlib.sha256()
+
+    def update(data: memoryview) -> None:
+        nonlocal fnv
+        fnv = fnv1a64(data, fnv)
+        sha.update(data)
+
+    _go_over(payload, update, check)
+    return Hashes(fnv, sha.digest())
+
+
+def sha256_of(payload: Buffer | FileRange, check: Callable[[], object] | None = None) -> bytes:
+    """SHA-256 alone (32 bytes), of what has its FNV-1a 64 already; otherwise as `hash_with_digest`."""
+    sha = hashlib.sha256()
+    _go_over(payload, sha.update, check)
+    return sha.digest()
+
+
+def _go_over(
+    payload: Buffer | FileRange, update: Callable[[memoryview], object], check: Callable[[], object] | None
+) -> None:
     if not isinstance(payload, FileRange):
         with memoryview(payload) as whole, whole.cast("B") as view:
-            return _hash(view.nbytes, lambda start, size: view[start : start + size], check)
+            _in_windows(view.nbytes, lambda start, size: view[start : start + size], update, check)
+        return
     window = memoryview(bytearray(min(payload.nbytes, _WINDOW)))
-    return _hash(payload.nbytes, lambda start, size: _read(payload, start, window[:size]), check)
+    _in_windows(payload.nbytes, lambda start, size: _read(payload, start, window[:size]), update, check)
 
 
-def _hash(nbytes: int, piece: Callable[[int, int], memoryview], check: Callable[[], object] | None) -> Hashes:
-    fnv, sha = FNV_OFFSET, hashlib.sha256()
+def _in_windows(
+    nbytes: int,
+    piece: Callable[[int, int], memoryview],
+    update: Callable[[memoryview], object],
+    check: Callable[[], object] | None,
+) -> None:
     checked, at = time.monotonic(), 0
     for start in range(0, nbytes, _WINDOW):
         with piece(start, min(_WINDOW, nbytes - start)) as data:
-            fnv = fnv1a64(data, fnv)
-            sha.update(data)
+            update(data)
         if check is not None and (start - at >= _CHECK_BYTES or time.monotonic() - checked >= _CHECK_SECONDS):
             check()
             checked, at = time.monotonic(), start
-    return Hashes(fnv, sha.digest())
 
 
 def _read(source: FileRange, start: int, into: memoryview) -> memoryview:

@@ -14,7 +14,6 @@ from weightwire.client import hashpool
 from weightwire.client.hashpool import HashPool
 from weightwire.errors import ModelError
 from weightwire.hashing import fnv1a64
-from weightwire.index import Hashes
 from weightwire.ranges import FileRange
 
 MANY = 1 << 40
@@ -196,12 +195,12 @@ def test_bytes_are_in_flight_until_they_are_digested(monkeypatch: pytest.MonkeyP
     gate = Gate(monkeypatch)
     digesting, go = threading.Semaphore(0), threading.Semaphore(0)
 
-    def slow(payload: memoryview, check: Callable[[], object]) -> object:
+    def slow(payload: memoryview, check: Callable[[], object]) -> bytes:
         digesting.release()
         assert go.acquire(timeout=20)
-        return Hashes(0, bytes(32))
+        return bytes(32)
 
-    monkeypatch.setattr(hashpool, "hash_with_digest", slow)
+    monkeypatch.setattr(hashpool, "sha256_of", slow)
     pool = HashPool([memoryview(bytes([number]) * 60) for number in range(2)], threads=2, digest=[0, 1])
     feed = pool.feed([0, 1], 100)
     pool.start()

@@ -264,6 +264,7 @@ def test_a_file_that_was_written_just_now_is_not_recorded(
         raise AssertionError("digested")
 
     monkeypatch.setattr(hashpool, "hash_with_digest", never)
+    monkeypatch.setattr(hashpool, "sha256_of", never)
     monkeypatch.setattr(hashes, "hash_with_digest", never)
     assert push(model, index=index).misses == 3
     assert rows(index) == {}
