@@ -1,8 +1,8 @@
 """Every client with every server: the optimised and the plain way on either side, with threads, and the stock pair.
 
 The tables of the report. Over loopback, with whole blocks of a 27B model, in three states of the server's cache: none,
-cold, warm (and no index of hashes, so that hashing is part of it). The two weightwire servers stay, each with a cache of
-its own; the clients are processes of their own and take turns.
+cold, warm (and no index of hashes, so that hashing is part of it). The two weightwire servers stay, each with a cache
+of its own; the clients are processes of their own and take turns.
 
 `GGML_RPC_LOAD_OPT=0` is the plain way, "old" below: hash everything over 10 MiB in line, one contiguous zero-filled
 message per tensor, a server that receives it whole and copies.

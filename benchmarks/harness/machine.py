@@ -26,7 +26,7 @@ def describe() -> dict[str, object]:
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "hypervisor": _hypervisor(),
         "system": platform.system(),
-        "kernel": platform.release(),
+        "kernel": _kernel(),
         "architecture": platform.machine(),
         "load_average_at_start": round(os.getloadavg()[0], 2),
         # Of temporary files, where models and caches are put.
@@ -43,6 +43,12 @@ def describe() -> dict[str, object]:
 def _cpu() -> str | None:
     found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     return found.group(1).strip() if found else platform.processor() or None
+
+
+def _kernel() -> str:
+    """The version, without what whoever built it has put behind it."""
+    found = re.match(r"[0-9.]+[0-9]", platform.release())
+    return found.group() if found else "unknown"
 
 
 def _hypervisor() -> bool | None:
