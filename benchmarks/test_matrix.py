@@ -144,3 +144,6 @@ def test_matrix(
         rows=rows,
     )
     assert {len(took) for took in taken.seconds.values()} == {rounds}
+    for name, pair in pairs.items():
+        if isinstance(pair, PushingPeer):
+            assert set(pair.optimized) == {rows[name]["client"] == "new"}

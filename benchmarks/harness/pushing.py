@@ -2,8 +2,8 @@
 
 ``-m harness.pushing ENDPOINT MODEL`` is the client: it opens the model once, and for every line of its input (a JSON
 object of options of `Connection.push`) connects, pushes and disconnects. It answers with the seconds from before
-connecting to after the push, its processor seconds meanwhile, and the push's profile, with how many hashes
-its index knew.
+connecting to after the push, its processor seconds meanwhile, the push's profile, with how many hashes its index knew,
+and whether it loaded the optimised way.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ def push_when_told(endpoint: str, path: str) -> None:
             with weightwire.connect(endpoint) as connection:
                 result = connection.push(model, **options)
                 took, busy = time.perf_counter() - started, time.process_time() - busy
+            optimized = getattr(connection, "optimized", True)
             known = {"hashes_known": result.summary.hashes_known}
-            print(json.dumps([took, busy, {**result.summary.profile.as_dict(), **known}]), flush=True)
+            print(json.dumps([took, busy, {**result.summary.profile.as_dict(), **known}, optimized]), flush=True)
 
 
 class Serving:
@@ -105,6 +106,8 @@ class PushingPeer:
     ) -> None:
         self.name = name
         self.profiles: list[dict[str, int]] = []
+        #: Whether the client loaded the optimised way, of each round.
+        self.optimized: list[bool] = []
         #: Processor seconds of client and server in each round.
         self.processor: list[float] = []
         self._options = dict(options or {})
@@ -120,9 +123,10 @@ class PushingPeer:
 
     def round(self) -> float:
         before = processor_seconds(self._server.pid)
-        took, busy, profile = self._client.ask(self._options)
+        took, busy, profile, optimized = self._client.ask(self._options)
         self.processor.append(busy + processor_seconds(self._server.pid) - before)
         self.profiles.append(profile)
+        self.optimized.append(optimized)
         return float(took)
 
     def close(self) -> None:

@@ -28,7 +28,7 @@ def test_what_it_measures(no_leaks: LeakCheck, tmp_path: Path) -> None:
     assert 0.99 * 12 * MIB < mix.bytes <= 12 * MIB
     for transfer in (mix, large, small):
         assert len(transfer.seconds) == len(transfer.profiles) == 2
-        assert {profile.bytes for profile in transfer.profiles} == {transfer.bytes}
+        assert min(profile.span_ns for profile in transfer.profiles) > 0
         assert min(transfer.seconds) > 0
     assert (result.download.kind, result.download.bytes, len(result.download.seconds)) == ("large", 12 * MIB, 2)
     assert 1 <= len(result.latency.seconds) <= 200
