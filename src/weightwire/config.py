@@ -35,8 +35,10 @@ __all__ = [
     "parse_port",
     "parse_seconds",
     "parse_size",
+    "parse_switch",
     "parse_threads",
     "parse_version",
+    "profile_wanted",
     "shown",
 ]
 
@@ -152,6 +154,36 @@ def parse_threads(text: str) -> int:
     if not re.fullmatch(r"[0-9]{1,4}", text.strip()) or int(text) > MAX_THREADS:
         raise ValueError(f"{text!r} is not a number of threads between 0 and {MAX_THREADS}")
     return int(text)
+
+
+def parse_switch(text: str) -> bool:
+    """Turn ``"1"``, ``"on"``, ``"yes"`` or ``"true"`` into True, their contraries into False; ValueError otherwise."""
+    word = text.strip().lower()
+    if word in ("1", "on", "yes", "true"):
+        return True
+    if word in ("0", "off", "no", "false"):
+        return False
+    raise ValueError(f"{text!r} is neither 1 (on) nor 0 (off)")
+
+
+def profile_wanted(value: object, environ: Mapping[str, str] | None = None) -> bool | None:
+    """Whether what a connection spent its time on is printed when it ends: the argument ``profile``, then
+    GGML_RPC_LOADPROF; None where neither says. ConfigError, naming it, for one that cannot be used.
+    """
+    if value is not None:
+        if isinstance(value, bool):
+            return value
+        raise ConfigError(f"profile={shown(value)} is none of True, False and None")
+    text = (os.environ if environ is None else environ).get("GGML_RPC_LOADPROF")
+    if text is None:
+        return None
+    try:
+        return parse_switch(text)
+    except ValueError as error:
+        raise ConfigError(
+            f"environment variable GGML_RPC_LOADPROF: {error}",
+            hint="correct or unset GGML_RPC_LOADPROF; see docs/configuration.md",
+        ) from None
 
 
 def parse_choice(choices: tuple[str, ...]) -> Callable[[str], str]:

@@ -16,8 +16,9 @@ from typing import Final, Self
 from weightwire.cache.saving import Saver
 from weightwire.cache.store import TensorCache
 from weightwire.cache.workers import Workers
-from weightwire.config import RETAIN_MODES, checked_seconds
+from weightwire.config import RETAIN_MODES, checked_seconds, profile_wanted
 from weightwire.errors import ConfigError, RdmaUnavailable, TransportError
+from weightwire.profile import LoadProfile
 from weightwire.server import arguments
 from weightwire.server.capacity import Capacity
 from weightwire.server.destinations import Destination, HostMemory
@@ -58,7 +59,10 @@ class Server:
     may not pause longer than ``stall_timeout`` seconds within a request. Clients beyond ``max_clients`` wait
     unanswered for a place, 64 of them and each for ``hello_timeout`` seconds, and are turned away after that.
     ``transport`` is ``"auto"`` (RDMA with clients that offer it, where this machine can; TCP otherwise), ``"tcp"``,
-    or ``"rdma"``: clients that do not come over RDMA are turned away.
+    or ``"rdma"``: clients that do not come over RDMA are turned away. ``on_profile`` is called once for each
+    connection, when it has ended, with a `LoadProfile` of what its time went on, from the thread that served it; what
+    it raises is logged. With ``profile`` True (None: with GGML_RPC_LOADPROF=1) that is also printed to stderr, if
+    anything was loaded. Without both nothing is measured.
 
     Nothing happens before `start`. Raises ConfigError for arguments that cannot be used.
     """
@@ -79,6 +83,8 @@ class Server:
         hello_timeout: float = 10.0,
         stall_timeout: float = 60.0,
         transport: str = "auto",
+        profile: bool | None = None,
+        on_profile: Callable[[LoadProfile], object] | None = None,
     ) -> None:
         self._host = arguments.host_name(host)
         self._port = arguments.whole_number("port", port, 0, 65535)
@@ -86,7 +92,7 @@ class Server:
             raise ConfigError(f"retain={retain!r}", hint=f"one of {', '.join(RETAIN_MODES)}")
         if memory is not None:
             memory = arguments.whole_number("memory", memory, 0, _MAX_BYTES, hint="it is in bytes: 1 << 30, not '1GiB'")
-        for name, hook in (("on_tensor", on_tensor), ("destination", destination)):
+        for name, hook in (("on_tensor", on_tensor), ("destination", destination), ("on_profile", on_profile)):
             if hook is not None and not callable(hook):
                 raise ConfigError(f"{name}={hook!r} cannot be called")
         self._dialect, patch = described_version(protocol)
@@ -100,6 +106,8 @@ class Server:
         self._hello_timeout = checked_seconds("hello_timeout", hello_timeout)
         self._stall_timeout = checked_seconds("stall_timeout", stall_timeout)
         self._transport = check_transport(transport)
+        self._on_profile = on_profile
+        self._print_profile = profile_wanted(profile) is True
         if transport == "rdma" and not self._dialect.rdma:
             raise ConfigError(
                 f"transport='rdma', and protocol {self._dialect.text} has no RDMA", hint="4.0 and newer have it"
@@ -161,6 +169,8 @@ class Server:
                 hello_timeout=self._hello_timeout,
                 stall_timeout=self._stall_timeout,
                 transport=self._transport,
+                on_profile=self._on_profile,
+                print_profile=self._print_profile,
             )
             self._listen()
             self._started = True

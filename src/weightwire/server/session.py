@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Final
 
 from weightwire.cache.saving import Saver
 from weightwire.cache.store import TensorCache
 from weightwire.cache.workers import Workers
 from weightwire.errors import PeerClosed, ProtocolError, RdmaUnavailable, TransferTimeout, TransportError
+from weightwire.profile import LoadProfile, Stage
 from weightwire.server.buffers import BufferTable
 from weightwire.server.capacity import Capacity
 from weightwire.server.commands import Commands
@@ -23,6 +25,7 @@ from weightwire.server.receive import Receiver
 from weightwire.server.served import Registry
 from weightwire.server.staging import Staging
 from weightwire.transport.base import ByteStream
+from weightwire.transport.profiling import LoadRecorder, print_profile
 from weightwire.transport.rdma import RdmaStream
 from weightwire.transport.tcp import TcpStream
 from weightwire.transport.upgrade import ASKED_FOR_TCP, Carrier, accept, on_tcp, refused
@@ -33,12 +36,24 @@ from weightwire.wire.hello import NO_CAPS
 
 __all__ = ["Services", "Session"]
 
+_STAGES: Final[Mapping[int, Stage]] = {
+    Command.SET_TENSOR: Stage.STAGING,
+    Command.SET_TENSOR_2D: Stage.STAGING,
+    Command.SET_TENSOR_HASH: Stage.ASK,
+    Command.GET_TENSOR: Stage.VERIFY,
+    Command.GET_TENSOR_2D: Stage.VERIFY,
+}
+"""What serving a request is, beside receiving; all others are laying out."""
+
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """What all sessions of a server share. Times in seconds. ``saver`` is there where there is a ``cache``."""
+    """What all sessions of a server share. Times in seconds. ``saver`` is there where there is a ``cache``.
+
+    ``on_profile`` is given what a connection spent its time on when it has ended, ``print_profile`` has it printed.
+    """
 
     dialect: Dialect
     greeting: Greeting
@@ -52,6 +67,8 @@ class Services:
     hello_timeout: float
     stall_timeout: float
     transport: str
+    on_profile: Callable[[LoadProfile], object] | None = None
+    print_profile: bool = False
 
 
 class Session:
@@ -78,9 +95,19 @@ class Session:
             saver=services.saver,
         )
         self._staging = Staging()
-        self._receiver = Receiver(stream, self._dialect, self._buffers, self._staging, services.cache, services.saver)
+        self._recorder = LoadRecorder("server", on=services.on_profile is not None or services.print_profile)
+        self._recorder.watch(stream)
+        self._receiver = Receiver(
+            stream, self._dialect, self._buffers, self._staging, services.cache, services.saver, self._recorder
+        )
         self._filler = Filler(
-            self._dialect, self._buffers, self._staging, services.cache, services.workers, services.saver
+            self._dialect,
+            self._buffers,
+            self._staging,
+            services.cache,
+            services.workers,
+            services.saver,
+            self._recorder,
         )
         self._commands = Commands(stream, self._dialect, self._buffers, self._staging, services.capacity)
 
@@ -130,6 +157,16 @@ class Session:
             self.client, time.monotonic() - self._connected_at, self._buffers.completed,
             self._stream.bytes_received, self._stream.bytes_sent,
         )  # fmt: skip
+        self._hand_over(self._recorder.profile())
+
+    def _hand_over(self, profile: LoadProfile) -> None:
+        if self._services.print_profile:
+            print_profile(profile)
+        if self._services.on_profile is not None:
+            try:
+                self._services.on_profile(profile)
+            except BaseException as error:
+                log_failure(logger, error, "%s: on_profile failed", self.client)
 
     def _complain(self, text: str) -> None:
         if not self._stopping.is_set():
@@ -200,6 +237,7 @@ class Session:
 
     def _use(self, stream: ByteStream) -> None:
         self._stream = self._receiver.stream = self._commands.stream = stream
+        self._recorder.watch(stream)
         if self._stopping.is_set():
             # `stop` may have met the one before.
             stream.shutdown()
@@ -245,13 +283,27 @@ class Session:
             return False
         number = self._doing = first[0]
         self._inside = True
+        recorder = self._recorder
+        since = recorder.now()
         size = parse_u64(stream.recv(8))
+        stage = _STAGES.get(number, Stage.ALLOC)
+        if stage < Stage.ALLOC:
+            recorder.begin_once()
+        recorder.switch(stage)
         if number == Command.SET_TENSOR:
             self._receiver.set_tensor(size)
             if self._set_answered:
                 stream.send(EMPTY_RESPONSE)
+        elif number == Command.SET_TENSOR_HASH:
+            self._fill(size, since)
+            since = 0
         else:
             self._other(number, size)
+        recorder.switch(Stage.GAP)
+        if stage < Stage.ALLOC:
+            recorder.mark()
+        if since:
+            recorder.command(number, since)
         self._inside = False
         return True
 
@@ -267,25 +319,32 @@ class Session:
             self._receiver.set_tensor_2d(size)
             answer: bytes | None = b""
         else:
-            expected = dialect.request_bytes(number)
-            if size != expected:
-                raise BadRequest(f"{size} bytes declared, and protocol {dialect.text} has {expected}")
-            body = stream.recv(size) if size else b""
-            if number == Command.SET_TENSOR_HASH:
-                self._fill(body)
-                return
-            answer = self._commands.handlers[Command(number)](body)
+            answer = self._commands.handlers[Command(number)](self._body(number, size))
         if answer is not None and dialect.answered(number):
             stream.send(response_header(len(answer)), answer)
 
-    def _fill(self, body: bytes) -> None:
-        """Answer a question to the cache, and the further ones that are seen to have come behind it."""
+    def _body(self, number: int, size: int) -> bytes:
+        """The payload of a request that always has the same size."""
+        expected = self._dialect.request_bytes(number)
+        if size != expected:
+            raise BadRequest(f"{size} bytes declared, and protocol {self._dialect.text} has {expected}")
+        return self._stream.recv(size) if size else b""
+
+    def _fill(self, size: int, since: int) -> None:
+        """Answer a question to the cache that came at ``since``, and the further ones that are seen to have come behind
+        it.
+        """
+        if Command.SET_TENSOR_HASH not in self._dialect.commands:
+            raise BadRequest(f"protocol {self._dialect.text} has no such command")
+        body = self._body(Command.SET_TENSOR_HASH, size)
         filler = self._filler
         filler.ask(body)
         while filler:
             self._look_ahead(len(body))
             answer = encode_u8_answer(filler.answer())
             self._stream.send(response_header(len(answer)), answer)
+            self._recorder.command(Command.SET_TENSOR_HASH, since)
+            since = self._recorder.now()
 
     def _look_ahead(self, nbytes: int) -> None:
         """Take questions out of the stream that are there, whole, and can be worked on beside those taken before.
