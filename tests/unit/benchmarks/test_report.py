@@ -70,7 +70,7 @@ def test_the_machine(script: Callable, write: Callable, benchmarks: dict, tmp_pa
     assert ["commit", "0123456789ab"] in cells(table)
     assert ["version of torch", "not installed"] in cells(table)
     # Whatever else a file says of the machine, it is not told.
-    path = write(benchmarks, node="my-host", path="/home/somebody")
+    path = write(benchmarks, node="my-host", path="/srv/somebody")
     script("report.py", path, "--out", tmp_path, "--no-plots")
     text = (tmp_path / "REPORT.md").read_text()
     assert "my-host" not in text
