@@ -1,5 +1,5 @@
 """weightwire's pair beside the stock pair over RDMA, in the soft-RoCE guest: benchmarks/rdma_guest.py [--mib N]
-[--rounds N].
+[--rounds N] [--mtu BYTES] [--cpus N] [--kernel PACKAGE ...].
 
 `benchmarks/test_rdma.py` runs it too. By hand: by a Python in which weightwire is installed with RDMA, after ./test
 --prepare-only. Each round pushes the same bytes with each pair in turn, client and server in processes of their own, on
@@ -8,7 +8,9 @@ and the median of the ratios of rounds that ran side by side. Registering memory
 what it saves.
 
 The guest's device is software on an emulated processor and no network card: times say nothing about one, and the ratio
-is only indicative.
+is only indicative. Unless told otherwise the pairs are measured under two kernels, one guest after the other, as they
+differ in what matters here: whether a SEND that was posted proceeds beside the thread that posted it (Linux 6.12, as on
+a network card) or inside its call (6.1), where no sender can have more than one on its way.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import argparse
 import contextlib
 import json
 import os
+import platform
 import subprocess
 import sys
 import tempfile
@@ -38,6 +41,7 @@ from weightwire._native import _verbs  # noqa: E402
 from weightwire.transport.memory import HostRegion  # noqa: E402
 from weightwire.transport.registration import register_rings  # noqa: E402
 
+KERNELS = ("linux-image-6.12-amd64", "linux-image-amd64")
 NOTE = "soft-RoCE under emulation is no network card: only the ratio means anything, and that little"
 _TENSORS = 4
 REGISTERED_MIB = (1, 16)
@@ -46,8 +50,12 @@ REGISTERED_MIB = (1, 16)
 class RdmaPeer(WeightwirePeer):
     """weightwire's pair, on RDMA or not at all; like the stock pair's, its clock starts once it is connected."""
 
+    mtu = 0
+    """Bytes in a packet, as the last connection had it."""
+
     def round(self) -> float:
         with weightwire.connect(self.endpoint, transport="rdma") as connection:
+            self.mtu = int(connection.transport["mtu"])
             started = time.perf_counter()
             connection.push(self._model, cache="never")
             return time.perf_counter() - started
@@ -102,7 +110,14 @@ def measure(mib: int, rounds: int) -> dict[str, object]:
         sys.exit(f"the stock pair was on RDMA in {activated} of {rounds + 1} rounds")
     registered_ratio = taken.ratio(registered.name, stock.name)
     return {
-        "push": {**taken.summary(ours.name), "registered_times_as_fast_as_stock": registered_ratio, "note": NOTE},
+        "push": {
+            "kernel": platform.release(),
+            "mtu": ours.mtu,
+            "cpus": os.cpu_count(),
+            **taken.summary(ours.name),
+            "registered_times_as_fast_as_stock": registered_ratio,
+            "note": NOTE,
+        },
         "registration": registration,
     }
 
@@ -152,19 +167,28 @@ def register(endpoint: str, nbytes: int, rounds: int) -> dict[str, object]:
 
 
 def main() -> None:
-    """Boot the guest and run this script in it; inside, measure."""
+    """Boot the guests and run this script in them; inside, measure."""
     parser = argparse.ArgumentParser(description=NOTE)
     parser.add_argument("--mib", type=int, default=64, help="MiB to push in a round")
     parser.add_argument("--rounds", type=int, default=7, help="rounds that count")
+    parser.add_argument("--mtu", type=int, default=9000, help="the network interface's; RDMA's is the next one below")
+    parser.add_argument("--cpus", type=int, default=2, help="processors of the guest")
+    parser.add_argument(
+        "--kernel", nargs="+", default=KERNELS, metavar="PACKAGE", help="Debian's kernels to measure under"
+    )
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.inside:
         print(json.dumps(measure(options.mib, options.rounds), indent=2))
         return
     command = [sys.executable, __file__, "--inside", "--mib", str(options.mib), "--rounds", str(options.rounds)]
-    with tempfile.TemporaryDirectory() as shared:
-        guest = [SOFTROCE, "--share", shared, "--timeout", "900", "--", *command]
-        sys.exit(subprocess.run(guest, check=False).returncode)
+    guest = [str(SOFTROCE), "--mtu", str(options.mtu), "--cpus", str(options.cpus), "--timeout", "900"]
+    failed = 0
+    for kernel in options.kernel:
+        with tempfile.TemporaryDirectory() as shared:
+            there = [*guest, "--kernel", kernel, "--share", shared, "--", *command]
+            failed = subprocess.run(there, check=False).returncode or failed
+    sys.exit(failed)
 
 
 if __name__ == "__main__":

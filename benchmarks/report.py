@@ -64,7 +64,11 @@ SECTIONS: tuple[tuple[str, Mapping[str, str]], ...] = (
     ("Through the cache, on loopback", {"test_cache[blocks-loopback-warm, index]": "warm, with the index of hashes"}),
     (
         "Hashing",
-        {"test_two_threads_hash[blocks]": "two threads, whole blocks of a model"},
+        {
+            "test_one_buffer[64 MiB]": "one buffer of 64 MiB, the fastest way of this processor",
+            "test_many_buffers[8 MiB]": "eight buffers of 8 MiB in one call",
+            "test_two_threads_hash[blocks]": "two threads, whole blocks of a model",
+        },
     ),
     (
         "Opening and importing",
@@ -76,14 +80,15 @@ SECTIONS: tuple[tuple[str, Mapping[str, str]], ...] = (
     (
         "RDMA, in an emulated guest with soft-RoCE (no network card: indicative only)",
         {
-            "test_push_over_rdma": "pushing 32 MiB",
-            "test_registration[1 MiB]": "registering 1 MiB",
-            "test_registration[16 MiB]": "registering 16 MiB",
+            "test_push_over_rdma[Linux 6.12]": "pushing 32 MiB, Linux 6.12",
+            "test_registration[Linux 6.12-1 MiB]": "registering 1 MiB, Linux 6.12",
+            "test_registration[Linux 6.12-16 MiB]": "registering 16 MiB, Linux 6.12",
         },
     ),
 )
 #: Benchmarks without a fixed list of variants: by the beginning of their names, the section that they are added to.
 MORE = {"test_one_buffer": "Hashing", "test_many_buffers": "Hashing", "test_ten_buffers": "Hashing"}
+MORE |= dict.fromkeys(("test_push_over_rdma", "test_registration"), SECTIONS[-1][0])
 MORE |= {"test_file_ranges": "Hashing", "test_two_threads": "Hashing"}
 OTHERS = "Others"
 MACHINE = {

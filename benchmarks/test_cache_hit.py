@@ -1,8 +1,7 @@
-"""A server filling tensors from its cache, beside a plain loop of reads of the same files into memory of the same
-kind.
+"""A server filling tensors from its cache, beside a loop of reads of the same files into memory of the same kind.
 
 The subject is asked for all entries at once, over loopback, and has a process of its own; its time includes the
-requests and the answers. A reader reads the files one after the other on one thread with preadv(2), 4 MiB at a time,
+requests and the answers. The peer reads the files one after the other on one thread with preadv(2), 4 MiB at a time,
 into a fresh `HostRegion`: its pages are touched by the reads themselves. The second pair fills memory that has been
 filled before, so that neither touches a fresh page. The entries are in the page cache.
 """
@@ -122,15 +121,15 @@ def test_hits(benchmark: BenchmarkFixture, entries: Entries, verify: str) -> Non
 
     def read_loop() -> None:
         settle(NBYTES)
-        for name, took in zip(
-            ("read() into fresh memory", "read() into touched memory"), read_all(entries), strict=True
-        ):
-            rounds.add(name, took)
+        fresh, touched = read_all(entries)
+        rounds.add("read() into fresh memory", fresh)
+        rounds.add("read() into touched memory", touched)
         settle(NBYTES)
 
     def fill() -> None:
-        for name, took in zip(("hits into fresh memory", "hits into touched memory"), peer.rounds(), strict=True):
-            rounds.add(name, took)
+        fresh, touched = peer.rounds()
+        rounds.add("hits into fresh memory", fresh)
+        rounds.add("hits into touched memory", touched)
 
     try:
         peer.rounds()

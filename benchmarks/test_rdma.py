@@ -16,18 +16,19 @@ from typing import Any
 
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
+from rdma_guest import KERNELS
 
 SCRIPT = Path(__file__).resolve().parent / "rdma_guest.py"
 MIB = 32
 LIMIT = 900
 
 
-@pytest.fixture(scope="module")
-def measured(rounds: int) -> Mapping[str, Any]:
-    """What the script says, and the seconds it took."""
+@pytest.fixture(scope="module", params=KERNELS, ids=["Linux 6.12", "Linux 6.1"])
+def measured(request: pytest.FixtureRequest, rounds: int) -> Mapping[str, Any]:
+    """What the script says of a guest, and the seconds it took."""
     started = time.perf_counter()
     done = subprocess.run(
-        [sys.executable, SCRIPT, "--mib", str(MIB), "--rounds", str(rounds)],
+        [sys.executable, SCRIPT, "--mib", str(MIB), "--rounds", str(rounds), "--kernel", request.param],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

@@ -33,12 +33,9 @@ class Measured:
 
     @property
     def ratios(self) -> list[Ratio]:
-        """Of its subject to every peer, and of others to the subject where it recorded those (``times_as_fast``)."""
+        """Of its subject to every peer."""
         subject = str(self.facts.get("subject", "weightwire"))
         spread = _mapping(self.facts.get("quartiles_times_as_fast_as"))
-        if "times_as_fast" in self.facts:
-            others = _mapping(self.facts["times_as_fast"])
-            return [Ratio(name, subject, ratio, None) for name, ratio in _numbers(others) if name != subject]
         return [
             Ratio(subject, peer, ratio, _pair(spread.get(peer)))
             for peer, ratio in _numbers(_mapping(self.facts.get("times_as_fast_as")))

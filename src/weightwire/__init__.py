@@ -10,10 +10,10 @@ if TYPE_CHECKING:
     from weightwire.cache import TensorCache
     from weightwire.client import Connection, RemoteTensor, Target, connect, push_all, warm
     from weightwire.errors import WeightwireError
-    from weightwire.hashing import fnv1a64, fnv1a64_many
+    from weightwire.hashing import cpu_features, fnv1a64, fnv1a64_many
     from weightwire.model import open_model
     from weightwire.profile import LoadProfile
-    from weightwire.server import Destination, ServedTensor, Server
+    from weightwire.server import Destination, ServedTensor, Server, ServerStats
 
 __version__ = "0.1.0"
 
@@ -24,11 +24,13 @@ __all__ = [
     "RemoteTensor",
     "ServedTensor",
     "Server",
+    "ServerStats",
     "Target",
     "TensorCache",
     "WeightwireError",
     "__version__",
     "connect",
+    "cpu_features",
     "fnv1a64",
     "fnv1a64_many",
     "open_model",
@@ -43,10 +45,12 @@ _HOME = {
     "RemoteTensor": "client",
     "ServedTensor": "server",
     "Server": "server",
+    "ServerStats": "server",
     "Target": "client",
     "TensorCache": "cache",
     "WeightwireError": "errors",
     "connect": "client",
+    "cpu_features": "hashing",
     "fnv1a64": "hashing",
     "fnv1a64_many": "hashing",
     "open_model": "model",

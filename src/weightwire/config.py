@@ -21,11 +21,13 @@ __all__ = [
     "CACHE_MODES",
     "CACHE_VERIFY_MODES",
     "DEFAULT_PORT",
+    "HASH_VARIANTS",
     "MAX_THREADS",
     "READ_MODES",
     "RETAIN_MODES",
     "TRANSPORTS",
     "ClientConfig",
+    "HashConfig",
     "LoadConfig",
     "ServerConfig",
     "available_cpus",
@@ -45,6 +47,7 @@ __all__ = [
 DEFAULT_PORT = 50052
 CACHE_MODES = ("auto", "always", "never")
 CACHE_VERIFY_MODES = ("content", "size")
+HASH_VARIANTS = ("auto", "plain", "sse2", "avx2", "avxvnni", "avx512", "neon")
 RETAIN_MODES = ("connection", "process")
 TRANSPORTS = ("auto", "tcp", "rdma")
 MAX_THREADS = 64
@@ -224,7 +227,7 @@ def _resolve(
         try:
             values[name] = sources[name][1](value) if isinstance(value, str) else value
         except ValueError as error:
-            raise ConfigError(f"--{name}: {error}", hint="see docs/configuration.md") from None
+            raise ConfigError(f"--{name.replace('_', '-')}: {error}", hint="see docs/configuration.md") from None
     for name, (variable, parse) in sources.items():
         if name in values or variable not in environ or (settings is not None and name not in settings):
             continue
@@ -359,8 +362,8 @@ class ServerConfig:
 
     The address it listens on, the directory of its tensor ``cache`` (``None``: none) and what it checks of an entry
     (``cache_verify``: ``"content"`` or ``"size"``), the ``protocol`` it speaks, how long it keeps tensors (``retain``),
-    how many bytes of ``memory`` it gives out (``None``: what is available), and the ``transport`` (``"auto"``,
-    ``"tcp"``, ``"rdma"``).
+    how many bytes of ``memory`` it gives out (``None``: what is available), the ``transport`` (``"auto"``, ``"tcp"``,
+    ``"rdma"``), and where its metrics are served (``metrics_port`` ``None``: nowhere).
     """
 
     host: str = "127.0.0.1"
@@ -371,6 +374,8 @@ class ServerConfig:
     memory: int | None = None
     transport: str = "auto"
     cache_verify: str = "content"
+    metrics_host: str = "127.0.0.1"
+    metrics_port: int | None = None
 
     @classmethod
     def resolve(
@@ -384,6 +389,8 @@ class ServerConfig:
         retain: str | None = None,
         memory: int | None = None,
         transport: str | None = None,
+        metrics_host: str | None = None,
+        metrics_port: int | None = None,
         environ: Mapping[str, str] | None = None,
     ) -> Self:
         """Settle the server's settings. Raises ConfigError naming the option or variable that cannot be used."""
@@ -398,6 +405,8 @@ class ServerConfig:
                 "retain": retain,
                 "memory": memory,
                 "transport": transport,
+                "metrics_host": metrics_host,
+                "metrics_port": metrics_port,
             },
             environ,
             {
@@ -409,5 +418,20 @@ class ServerConfig:
                 "retain": ("WEIGHTWIRE_SERVER_RETAIN", parse_choice(RETAIN_MODES)),
                 "memory": ("WEIGHTWIRE_SERVER_MEMORY", parse_size),
                 "transport": ("WEIGHTWIRE_SERVER_TRANSPORT", parse_choice(TRANSPORTS)),
+                "metrics_host": ("WEIGHTWIRE_SERVER_METRICS_HOST", parse_host),
+                "metrics_port": ("WEIGHTWIRE_SERVER_METRICS_PORT", parse_port),
             },
         )
+
+
+@dataclass(frozen=True, slots=True)
+class HashConfig:
+    """Which ``variant`` of the hasher to use, whatever the CPU: ``"auto"`` is the best it can."""
+
+    variant: str = "auto"
+
+    @classmethod
+    def resolve(cls, *, environ: Mapping[str, str] | None = None) -> Self:
+        """Settle it from the environment; empty is unset. Raises ConfigError naming the variable."""
+        choice = parse_choice(HASH_VARIANTS)
+        return _resolve(cls, {}, environ, {"variant": ("WEIGHTWIRE_HASH", lambda text: choice(text or "auto"))})

@@ -99,7 +99,7 @@ def test_without_a_cache(no_leaks: LeakCheck, model: Path, stock_lib: Path, netw
     assert {name: len(took) for name, took in taken.seconds.items()} == {peer.name: 2 for peer in peers}
     assert min(min(took) for took in taken.seconds.values()) > 0
     (profile, *_) = peers[0].profiles
-    assert (profile["bytes"], profile["bytes_saved"], profile["misses"]) == (NBYTES, 0, 0)
+    assert (profile["set_tensor_bytes"], profile["bytes_saved"], profile["misses"]) == (NBYTES, 0, 0)
     assert split(peers[0].profiles)["span"] > 0
     summary = taken.summary(peers[0].name)
     assert set(summary["times_as_fast_as"]) == {peer.name for peer in peers[1:]}

@@ -248,6 +248,12 @@ cdef class Link:
                 f"the connection with {self.name} is not active yet", endpoint=self.name, operation=operation,
                 errno=errno.ENOTCONN,
             )
+        if self.pair.process != getpid():
+            # The queue pair and its completions are the parent's; the rings here are copies that the device does not see.
+            raise TransportError(
+                f"the connection with {self.name} belongs to the process that was forked", endpoint=self.name,
+                operation=operation, errno=errno.EBADF, hint="connect again in this process",
+            )
         self.users += 1
         return 0
 

@@ -18,8 +18,8 @@ from weightwire.profile import Stage
 
 __all__ = ["PIECE", "EntryChanged", "Fill", "Reader", "ReadingStopped", "advise", "read_exactly"]
 
-PIECE: Final = 2 << 20
-"""Bytes a worker reads at once: one huge page, so that no two workers touch the same fresh one."""
+PIECE: Final = 4 << 20
+"""Bytes read or hashed at once: whole huge pages, so that no two threads touch the same fresh one."""
 
 _AHEAD: Final = 32 << 20
 """Bytes the kernel is asked to have ready beyond the piece at hand."""
@@ -56,7 +56,7 @@ class Fill:
     """One entry on its way into memory; made by `Reader.start`, which owns ``fd`` from then on.
 
     ``placed_at`` is where ``window`` starts in its mapping, bytes: pieces end at multiples of `PIECE` there. With
-    ``hashed`` what is in place is hashed, in order, by whoever has nothing to read.
+    ``hashed`` what is in place is hashed, in order, by whoever comes first.
     """
 
     def __init__(self, reader: Reader, fd: int, window: memoryview, placed_at: int, hashed: bool) -> None:
@@ -242,7 +242,8 @@ class Reader:
             fill.drop()
 
     def _claim(self) -> tuple[Fill, tuple[int, int, bool]] | None:
-        for claim in (Fill.claim_read, Fill.claim_hash):
+        # Hashing cannot be shared out, so it must not lag behind; and it is quick while the bytes are still in a cache.
+        for claim in (Fill.claim_hash, Fill.claim_read):
             for fill in self._fills:
                 piece = claim(fill)
                 if piece is not None:

@@ -133,6 +133,10 @@ def root(context: click.Context) -> None:
     cannot do it, 4 content wrong.
     """
     context.with_resource(_logging(context.invoked_subcommand))
+    if os.environ.get("WEIGHTWIRE_HASH"):  # refused before anything else happens
+        from weightwire.hashing import cpu_features
+
+        cpu_features()
 
 
 for _verb in (

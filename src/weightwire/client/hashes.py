@@ -10,6 +10,7 @@ from weightwire.client.dropping import DropBehind
 from weightwire.client.hashpool import HashFeed, HashPool, Watch
 from weightwire.client.sources import in_blocks
 from weightwire.errors import ModelError
+from weightwire.hashing import cpu_features
 from weightwire.index import FileIdentity, Hashes, HashIndex, hash_with_digest, identity_of
 from weightwire.model import Model, ModelTensor
 from weightwire.ranges import FileRange
@@ -19,8 +20,8 @@ __all__ = ["TensorHashes", "is_cached"]
 
 _log = logging.getLogger(__name__)
 
-GROUP: Final = 1
-"""Tensors that one thread hashes together."""
+_INTERLEAVED: Final = 4
+"""Tensors that one thread hashes together where the CPU has no vectors for one: their waits overlap."""
 
 
 def is_cached(tensor: ModelTensor) -> bool:
@@ -75,7 +76,7 @@ class TensorHashes:
             threads=threads,
             known=known,
             digest=digest,
-            group=GROUP,
+            group=_INTERLEAVED if cpu_features().many == "interleaved" else 1,
             blocks=in_blocks(payloads, read),
             digested=None if drop is None else drop.done,
         )

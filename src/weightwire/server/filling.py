@@ -50,8 +50,9 @@ class Filler:
     """Answers the questions of one client in order, up to `MAX_QUESTIONS` at a time.
 
     Whatever it starts early is what the client would see anyway: a question is only taken in behind others if it is in
-    order and touches no tensor that they touch. ``tensor`` is the name of the one at hand, for messages; ``recorder``
-    stands in ASK outside of what is told to it here. `stop` may be called from any thread.
+    order and touches no tensor that they touch. ``tensor`` is the name of the one at hand, for messages; ``hits`` and
+    ``misses`` count the answers, ``filled_bytes`` what the hits filled; ``recorder`` stands in ASK outside of what is
+    told to it here. `stop` may be called from any thread.
     """
 
     def __init__(
@@ -65,6 +66,9 @@ class Filler:
         recorder: LoadRecorder,
     ) -> None:
         self.tensor: str | None = None
+        self.hits = 0
+        self.misses = 0
+        self.filled_bytes = 0
         self._dialect = dialect
         self._buffers = buffers
         self._staging = staging
@@ -115,8 +119,11 @@ class Filler:
             previous = self._recorder.switch(Stage.STAGING)
             question.located.buffer.wrote(question.placed, question.located, question.offset, question.nbytes)
             self._recorder.switch(previous)
+            self.hits += 1
+            self.filled_bytes += question.nbytes
         else:
             self._recorder.misses += 1
+            self.misses += 1
         self._questions.popleft()
         return filled
 

@@ -25,6 +25,7 @@ from weightwire.server.destinations import Destination, HostMemory
 from weightwire.server.populate import Populator
 from weightwire.server.served import Registry, ServedTensor
 from weightwire.server.session import Services, Session
+from weightwire.server.stats import Ledger, ServerStats
 from weightwire.server.waiting import WaitingRoom
 from weightwire.transport.address import format_sockaddr
 from weightwire.transport.devices import list_devices
@@ -131,6 +132,7 @@ class Server:
         self._sessions: dict[Session, threading.Thread] = {}
         self._waiting = WaitingRoom(self._hello_timeout)
         self._services: Services | None = None
+        self._ledger = Ledger()
 
     def start(self) -> Self:
         """Listen, and accept clients on a thread of the server's own. Returns the server.
@@ -173,6 +175,7 @@ class Server:
                 print_profile=self._print_profile,
             )
             self._listen()
+            self._ledger.begin(cache)
             self._started = True
             self._process = os.getpid()
         logger.info("serving protocol %s on %s", self._greeting.text, ", ".join(self._endpoints))
@@ -225,6 +228,8 @@ class Server:
             try:
                 self._end(sessions, waiting, time.monotonic() + _JOIN_SECONDS)
             finally:
+                with self._lock:
+                    self._ledger.end()
                 self._closed.set()
         # Called back by the server, the closing thread may be waiting for this very one.
         elif caller not in (self._closer, self._acceptor, *sessions.values()):
@@ -321,6 +326,25 @@ class Server:
         with self._lock:
             return len(self._sessions)
 
+    def stats(self) -> ServerStats:
+        """What the server has done and holds at this moment, from any thread, before `start` and after `close` too.
+
+        Sessions that are still there are counted in, a tensor under way up to the last piece of it that has come.
+        ConfigError in a fork of the process that started the server.
+        """
+        if self._elsewhere():
+            raise ConfigError("this server runs in the process that started it", hint="ask it there")
+        with self._lock:
+            services = self._services
+            return self._ledger.snapshot(
+                live=[session.counts() for session in self._sessions],
+                waiting=len(self._waiting),
+                registry=self._registry,
+                capacity=services.capacity if services is not None else None,
+                cache=services.cache if services is not None else None,
+                saver=self._saver,
+            )
+
     def forget(self, name: str) -> bool:
         """Take the tensors called ``name`` out of `tensors`, and free their memory if nothing else needs it.
 
@@ -364,6 +388,7 @@ class Server:
         """End the wait of whoever has waited long enough."""
         with self._lock:
             late = self._waiting.expired()
+            self._ledger.refused += len(late)
         for stream in late:
             logger.warning("%s: turned away, no place became free in %g s", stream.endpoint, self._waiting.seconds)
             stream.close()
@@ -387,6 +412,8 @@ class Server:
         except Exception as error:
             # One client that cannot be served must not keep the others out.
             stream.close()
+            with self._lock:
+                self._ledger.failed += 1
             return str(error)
 
     def _admit(self, stream: TcpStream) -> str | None:
@@ -397,6 +424,7 @@ class Server:
             if len(self._sessions) < self._max_clients:
                 return self._begin(stream)
             waits = self._waiting.add(stream)
+            self._ledger.refused += not waits
         if waits:
             logger.warning("%s: waiting, %d clients are connected already", stream.endpoint, self._max_clients)
         else:
@@ -415,7 +443,9 @@ class Server:
             thread.start()
         except RuntimeError as error:
             stream.close()
+            self._ledger.failed += 1
             return str(error)
+        self._ledger.accepted += 1
         self._sessions[session] = thread
         return None
 
@@ -424,7 +454,8 @@ class Server:
             session.run()
         finally:
             with self._lock:
-                self._sessions.pop(session, None)
+                if self._sessions.pop(session, None) is not None:
+                    self._ledger.close(session.counts())
                 waiting = None if self._closing else self._waiting.next()
                 trouble = self._begin(waiting) if waiting is not None else None
             if trouble is not None:

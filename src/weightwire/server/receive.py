@@ -13,7 +13,7 @@ from weightwire.hashing import FNV_OFFSET, fnv1a64
 from weightwire.profile import Stage
 from weightwire.server.buffers import Block, BufferTable, Located
 from weightwire.server.destinations import Destination
-from weightwire.server.errors import BadRequest
+from weightwire.server.errors import BadMessage, BadRequest
 from weightwire.server.staging import STAGING_BYTES, Staging, rows_of
 from weightwire.transport.base import ByteStream
 from weightwire.transport.profiling import LoadRecorder
@@ -59,7 +59,7 @@ class Receiver:
         """SET_TENSOR of a declared ``size`` bytes: read the header, check it, then take the data in."""
         nbytes = size - self._head_bytes
         if nbytes < 0:
-            raise BadRequest(f"{size} bytes declared, and its header alone has {self._head_bytes}")
+            raise BadMessage(f"{size} bytes declared, and its header alone has {self._head_bytes}")
         request = self._dialect.decode_set_tensor(self.stream.recv(self._head_bytes))
         located = self._locate(request.tensor)
         start = located.range(request.offset, nbytes)
@@ -99,13 +99,13 @@ class Receiver:
         """SET_TENSOR_2D of a declared ``size`` bytes: packed rows that go a stride apart."""
         head_bytes = self._dialect.min_request_bytes(Command.SET_TENSOR_2D)
         if size < head_bytes:
-            raise BadRequest(f"{size} bytes declared, and its header alone has {head_bytes}")
+            raise BadMessage(f"{size} bytes declared, and its header alone has {head_bytes}")
         request = self._dialect.decode_set_tensor_2d(self.stream.recv(head_bytes))
         located = self._locate(request.tensor)
         row, rows, stride = request.nbytes, request.n_copies, request.stride
         start = check_rows(located, request)
         if size - head_bytes != row * rows:
-            raise BadRequest(f"{size - head_bytes} bytes of data for {rows} rows of {row} bytes")
+            raise BadMessage(f"{size - head_bytes} bytes of data for {rows} rows of {row} bytes")
         self._recorder.set_tensor_bytes += row * rows
         buffer = located.buffer
         if row and rows:

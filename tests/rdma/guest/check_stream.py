@@ -106,6 +106,29 @@ def test_bytes_arrive(pair: Pair, how: str) -> None:
     assert receiving.result() == PAYLOAD
 
 
+def test_a_fork_that_lives_on_takes_no_pinned_page_away(pair: Pair) -> None:
+    """What is written after a fork, to the ring and to registered memory, is what the device sends and receives."""
+    client, server = pair
+    payload = bytearray(len(PAYLOAD))
+    head = b"\x06" + len(PAYLOAD).to_bytes(8, "little")
+    with client.register(payload):
+        child = os.fork()
+        if child == 0:
+            signal.pause()
+            os._exit(0)
+        try:
+            payload[:] = PAYLOAD
+            for data in (payload, PAYLOAD):
+                receiving = Running(receive, server)
+                client.send(head, data)
+                assert client.recv(12) == response(b"done")
+                assert receiving.result() == PAYLOAD
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+    assert client.counts["direct_bytes"] >= len(PAYLOAD) - 4096
+
+
 def test_eight_in_flight_against_a_peer_that_reads_slowly(pair: Pair) -> None:
     client, server = pair
     sending = Running(client.send, request(6, PAYLOAD))

@@ -58,8 +58,10 @@ def test_ratios(report: str) -> None:
     assert second[1:4] == ["weightwire", "stock pair", "1.50 (1.35 – 1.65)"]
     assert cells(push, "one tensor") == [["one tensor", *["not measured"] * 5]]
     hashing = section(report, "Hashing")
-    # Where others are compared with the subject.
-    assert cells(hashing, "test_one_buffer[64 MiB]", "fast", "plain")[0][3] == "4.00"
+    assert (
+        cells(hashing, "one buffer of 64 MiB, the fastest way of this processor", "fast", "plain")[0][3]
+        == "4.00 (3.60 – 4.40)"
+    )
     assert cells(section(report, "Peers that were not there"), "`test_push_uncached[mix]`", "gloo") != []
 
 
@@ -120,3 +122,14 @@ def test_nothing_to_report(script: Callable, tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "bad.json" in done.stderr
     assert not (tmp_path / "REPORT.md").exists()
+
+
+def test_benchmarks_nobody_listed_are_reported_too(
+    script: Callable, write: Callable, benchmarks: dict, tmp_path: Path
+) -> None:
+    one = benchmarks["test_push_uncached[mix]"]
+    path = write({"test_new[x]": one, "test_many_buffers[1 MiB]": one})
+    assert script("report.py", path, "--out", tmp_path, "--no-plots").returncode == 0
+    text = (tmp_path / "REPORT.md").read_text()
+    assert len(cells(section(text, "Others"), "test_new[x]")) == 2
+    assert len(cells(section(text, "Hashing"), "test_many_buffers[1 MiB]")) == 2

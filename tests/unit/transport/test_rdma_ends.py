@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Callable
 
 import pytest
 from support.fakeverbs import FakeVerbs
 from support.rdma import connect_rdma, request
 
-from weightwire.errors import RdmaUnavailable, TransferTimeout
+from weightwire.errors import RdmaUnavailable, TransferTimeout, TransportError
 from weightwire.transport.rdma import RdmaStream
 from weightwire.transport.tcp import TcpStream
 
@@ -58,3 +60,24 @@ def test_after_the_first_send_tcp_is_not_listened_to(
     tcp_pair[0].send(b"noise")
     with pytest.raises(TransferTimeout):
         server.recv(1, timeout=0.2)
+
+
+@pytest.mark.parametrize(
+    "use", [lambda stream: stream.send(request(1, b"")), lambda stream: stream.recv(1, timeout=1)], ids=["send", "recv"]
+)
+def test_a_fork_is_told_that_the_connection_is_not_its_own(
+    rdma_pair: tuple[RdmaStream, RdmaStream], use: Callable[[RdmaStream], object]
+) -> None:
+    client, server = rdma_pair
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            use(client)
+        except TransportError as error:
+            code = 0 if "forked" in str(error) and error.hint else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    client.send(request(2, b"mine"))
+    assert server.recv(13) == request(2, b"mine"), "and nothing was sent by the child"
