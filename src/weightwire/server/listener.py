@@ -289,15 +289,20 @@ class Server:
 
     @property
     def clients(self) -> int:
-        """How many clients are connected."""
+        """How many clients are connected: to this process, so none to a fork of the server's."""
+        if self._elsewhere():
+            return 0
         with self._lock:
             return len(self._sessions)
 
     def forget(self, name: str) -> bool:
         """Take the tensors called ``name`` out of `tensors`, and free their memory if nothing else needs it.
 
-        Whether there was one.
+        Whether there was one. ConfigError in a process that was forked while the server ran.
         """
+        if self._elsewhere():
+            # Locks that others held at that moment would never be released.
+            raise ConfigError("this server runs in the process that started it", hint="forget it there")
         return self._registry.forget(name)
 
     # On the acceptor's thread.
@@ -395,9 +400,15 @@ class Server:
         try:
             session.run()
         finally:
-            with self._lock:
-                self._sessions.pop(session, None)
-                waiting = None if self._closing else self._waiting.next()
-                trouble = self._begin(waiting) if waiting is not None else None
-            if trouble is not None:
-                logger.error("a client that was waiting could not be served (%s)", trouble)
+            # In a child that a hook has forked, whose turn it is, is the parent's business.
+            if not self._elsewhere():
+                self._left(session)
+
+    def _left(self, session: Session) -> None:
+        """A session has ended: the next one waiting gets its place."""
+        with self._lock:
+            self._sessions.pop(session, None)
+            waiting = None if self._closing else self._waiting.next()
+            trouble = self._begin(waiting) if waiting is not None else None
+        if trouble is not None:
+            logger.error("a client that was waiting could not be served (%s)", trouble)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -53,6 +54,7 @@ class Session:
 
     def __init__(self, stream: TcpStream, services: Services) -> None:
         self.client = stream.endpoint
+        self._process = os.getpid()
         self._tcp = stream
         self._stream: ByteStream = stream
         self._services = services
@@ -108,6 +110,8 @@ class Session:
 
     def _end(self) -> None:
         self._stream.close()
+        if self._process != os.getpid():
+            return  # a hook has forked, and this is the child: the rest is the parent's
         self._staging.release()
         self._buffers.free_all()
         if self._connected_at is None:

@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from support.ends import tcp_ends
+from support.guest import ADDRESS
 from support.rdma import connect_rdma, request, response
 
 import weightwire.rdma
@@ -25,7 +27,6 @@ from weightwire.transport.rdma import REQUESTS, RESPONSES, RdmaStream, offer_rdm
 from weightwire.transport.registration import CHUNK, locked_memory_limit
 from weightwire.transport.tcp import TcpStream
 
-ADDRESS = "10.77.0.1"
 NOBODY = 65534
 KIB = 1024
 PAYLOAD = os.urandom(CHUNK + 13) * 40
@@ -33,16 +34,9 @@ PAYLOAD = os.urandom(CHUNK + 13) * 40
 Pair = tuple[RdmaStream, RdmaStream]
 
 
-def tcp_ends() -> tuple[TcpStream, TcpStream]:
-    with socket.create_server((ADDRESS, 0)) as listener:
-        one = socket.create_connection(listener.getsockname())
-        other, _ = listener.accept()
-    return TcpStream(one, 30.0), TcpStream(other, 30.0)
-
-
 @pytest.fixture
 def pair() -> Iterator[Pair]:
-    client, server = connect_rdma(*tcp_ends())
+    client, server = connect_rdma(*tcp_ends(ADDRESS))
     yield client, server
     client.close()
     server.close()
@@ -271,7 +265,7 @@ def rung_in(kib: int) -> str:
             os.setgid(NOBODY)
             os.setuid(NOBODY)
             assert locked_memory_limit() == kib * KIB
-            one, other = tcp_ends()
+            one, other = tcp_ends(ADDRESS)
             try:
                 offer = offer_rdma(one, {})
                 text = str(offer.attempts[-1].send_slots)
@@ -305,7 +299,7 @@ def test_the_ladder_under_a_real_limit() -> None:
 
 def test_a_device_that_is_removed() -> None:
     """The last one: afterwards there is none. The kernel lets go of a device once nobody holds it any more."""
-    client, server = connect_rdma(*tcp_ends())
+    client, server = connect_rdma(*tcp_ends(ADDRESS))
     client.send(request(1, b""))
     assert server.recv(9) == request(1, b"")
     removing = subprocess.Popen(["ip", "link", "delete", "veth0"])
