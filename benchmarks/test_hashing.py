@@ -1,39 +1,171 @@
-"""FNV-1a 64 beside the plain loop: one buffer at a time against four interleaved."""
+"""FNV-1a 64 beside the plain loop, with every variant that this CPU offers."""
 
 from __future__ import annotations
 
+import os
+import threading
 import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
 from harness.rounds import Rounds
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from weightwire import fnv1a64, fnv1a64_many
+from weightwire import cpu_features, fnv1a64, fnv1a64_many
+from weightwire._native import _fnv1a
+from weightwire.hashing import hash_payload, hash_payloads
+from weightwire.ranges import FileRange
 
-BUFFERS = 8
 ROUNDS = 9
+MIB = 1 << 20
+VARIANTS = cpu_features().offered
+
+
+@pytest.fixture(autouse=True)
+def the_best_afterwards() -> Iterator[None]:
+    best = _fnv1a.chosen()
+    yield
+    _fnv1a.choose(best)
+
+
+def noise(nbytes: int) -> np.ndarray:
+    return np.random.default_rng(1).integers(0, 256, nbytes, dtype=np.uint8)
+
+
+def timed(variant: str, work: Callable[[], object]) -> float:
+    """CPU seconds of this thread, so that whoever else uses the machine is not counted."""
+    _fnv1a.choose(variant)
+    started = time.thread_time()
+    work()
+    return time.thread_time() - started
+
+
+def compare(
+    benchmark: BenchmarkFixture,
+    nbytes: int,
+    ways: Sequence[tuple[str, str, Callable[[], object]]],
+    against: str,
+) -> None:
+    """Run each way, (name, variant, work), in turn; keep how many times as fast as ``against`` each is."""
+    rounds = Rounds(nbytes)
+
+    def turn() -> None:
+        for name, variant, work in ways:
+            rounds.add(name, timed(variant, work))
+
+    benchmark.pedantic(turn, rounds=ROUNDS, warmup_rounds=1)
+    rounds.seconds = {name: seconds[1:] for name, seconds in rounds.seconds.items()}
+    ratios = {name: rounds.ratio(name, against) for name in rounds.seconds}
+    benchmark.extra_info.update(rounds.summary(against), times_as_fast=ratios)
+    print()
+    for name, ratio in ratios.items():
+        print(f"  {name:24} {ratio:6.2f} times {against}")
 
 
 @pytest.mark.bench
-@pytest.mark.parametrize("nbytes", [1 << 20, 16 << 20], ids=["1 MiB", "16 MiB"])
+@pytest.mark.parametrize(
+    ("nbytes", "times"),
+    [(64 * MIB, 1), (MIB, 16), (4096, 2000), (1000, 5000)],
+    ids=["64 MiB", "1 MiB", "4 KiB", "1000 bytes"],
+)
+def test_one_buffer(benchmark: BenchmarkFixture, nbytes: int, times: int) -> None:
+    data = noise(nbytes)
+
+    def hash_it() -> None:
+        for _ in range(times):
+            fnv1a64(data)
+
+    compare(benchmark, nbytes * times, [(name, name, hash_it) for name in VARIANTS], "plain")
+
+
+@pytest.mark.bench
+@pytest.mark.parametrize("nbytes", [8 * MIB, MIB, 1000], ids=["8 MiB", "1 MiB", "1000 bytes"])
 def test_many_buffers(benchmark: BenchmarkFixture, nbytes: int) -> None:
-    generator = np.random.default_rng(1)
-    buffers = [generator.integers(0, 256, nbytes, dtype=np.uint8) for _ in range(BUFFERS)]
-    rounds = Rounds(nbytes * BUFFERS)
+    """Eight in one call, against the plain loop on one after the other; "plain" in one call is four interleaved."""
+    whole = noise(8 * nbytes)
+    buffers = [whole[i * nbytes : (i + 1) * nbytes] for i in range(8)]
+    times = max(1, 16 * MIB // (8 * nbytes))
 
-    def one_at_a_time() -> None:
-        started = time.perf_counter()
-        for buffer in buffers:
-            fnv1a64(buffer)
-        rounds.add("one at a time", time.perf_counter() - started)
+    def in_turn() -> None:
+        for _ in range(times):
+            for buffer in buffers:
+                fnv1a64(buffer)
 
-    def interleaved() -> None:
-        started = time.perf_counter()
-        fnv1a64_many(buffers)
-        rounds.add("interleaved", time.perf_counter() - started)
+    def in_one_call() -> None:
+        for _ in range(times):
+            fnv1a64_many(buffers)
 
-    benchmark.pedantic(interleaved, setup=one_at_a_time, rounds=ROUNDS)
-    benchmark.extra_info.update(rounds.summary("interleaved"))
-    print(rounds.summary("interleaved"))
-    assert fnv1a64_many(buffers) == [fnv1a64(buffer) for buffer in buffers]
+    ways = [("plain, in turn", "plain", in_turn)]
+    for name in VARIANTS:
+        ways.append((f"{name}, in one call", name, in_one_call))
+    compare(benchmark, 8 * nbytes * times, ways, "plain, in turn")
+
+
+@pytest.mark.bench
+@pytest.mark.parametrize("name", [name for name in VARIANTS if name != "plain"])
+def test_ten_buffers_against_one(benchmark: BenchmarkFixture, name: str) -> None:
+    """The same bytes as ten buffers and as one: 1 is as fast."""
+    whole = noise(60 * MIB)
+    buffers = [whole[i * 6 * MIB : (i + 1) * 6 * MIB] for i in range(10)]
+    ways = [("one", name, lambda: fnv1a64(whole)), ("ten", name, lambda: fnv1a64_many(buffers))]
+    compare(benchmark, whole.nbytes, ways, "one")
+
+
+@pytest.mark.bench
+@pytest.mark.parametrize("count", [1, 4])
+def test_file_ranges(benchmark: BenchmarkFixture, tmp_path: Path, count: int) -> None:
+    """Ranges of a file in the page cache, beside the same bytes in memory, and beside reading them alone."""
+    data = noise(64 * MIB)
+    path = tmp_path / "blob"
+    data.tofile(path)
+    size = data.nbytes // count
+    window = bytearray(128 << 10)
+    with path.open("rb") as file:
+        fd = file.fileno()
+        ranges = [FileRange(fd, i * size, size, str(path)) for i in range(count)]
+
+        def read() -> None:
+            for at in range(0, data.nbytes, len(window)):
+                os.preadv(fd, [window], at)
+
+        ways: list[tuple[str, str, Callable[[], object]]] = [
+            ("plain, memory", "plain", lambda: hash_payload(data)),
+            ("reading alone", "plain", read),
+        ]
+        for name in VARIANTS:
+            if name != "plain":
+                ways.append((f"{name}, memory", name, lambda: hash_payload(data)))
+            ways.append((f"{name}, file", name, lambda: hash_payloads(ranges)))
+        compare(benchmark, data.nbytes, ways, "plain, memory")
+
+
+@pytest.mark.bench
+def test_two_threads(benchmark: BenchmarkFixture) -> None:
+    """Two tensors, one after the other and on two threads: elapsed time, so only of use on two free cores."""
+    data = noise(128 * MIB)
+    halves = [data[: 64 * MIB], data[64 * MIB :]]
+    rounds = Rounds(data.nbytes)
+
+    def one() -> None:
+        for half in halves:
+            fnv1a64(half)
+
+    def two() -> None:
+        threads = [threading.Thread(target=fnv1a64, args=(half,)) for half in halves]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def turn() -> None:
+        for name, work in (("one thread", one), ("two threads", two)):
+            started = time.perf_counter()
+            work()
+            rounds.add(name, time.perf_counter() - started)
+
+    benchmark.pedantic(turn, rounds=ROUNDS)
+    ratio = rounds.ratio("two threads", "one thread")
+    benchmark.extra_info.update(rounds.summary("two threads"))
+    print(f"\n  two threads              {ratio:6.2f} times one")

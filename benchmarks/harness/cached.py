@@ -17,11 +17,20 @@ _PATIENCE = 120
 
 
 class State(Enum):
-    """What the server's cache has of the model when a round begins."""
+    """What the server's cache has of the model when a round begins, and what weightwire's index of hashes has of it."""
 
     NONE = "no cache"
     COLD = "cold"
+    """Neither has anything; the client fills the index, as it does unless it is told otherwise."""
     WARM = "warm"
+    """The cache has it all; no index is used."""
+    INDEX = "warm, index"
+    """Both have it all."""
+
+    @property
+    def warm(self) -> bool:
+        """Whether the cache has it all."""
+        return self in (State.WARM, State.INDEX)
 
 
 class CachedPeer:
@@ -33,7 +42,9 @@ class CachedPeer:
     that the cache was not used.
     """
 
-    def __init__(self, peer: Peer, directory: Path, expected: Mapping[str, int], state: State) -> None:
+    def __init__(
+        self, peer: Peer, directory: Path, expected: Mapping[str, int], state: State, index: Path | None = None
+    ) -> None:
         self.name = peer.name
         #: Seconds after the end of each round until all entries were in place (a server may still be writing them).
         self.late: list[float] = []
@@ -41,13 +52,16 @@ class CachedPeer:
         self._directory = directory
         self._expected = dict(expected)
         self._state = state
+        self._index = index
         self._before: dict[str, int] = {}
 
     def prepare(self) -> None:
         """Bring the directory into its state."""
         if self._state is State.COLD:
             empty(self._directory)
-        elif self._state is State.WARM:
+            if self._index is not None:
+                empty(self._index)
+        elif self._state.warm:
             if entries(self._directory) != self._expected:
                 self._fill()
             self._before = written(self._directory)
@@ -64,7 +78,7 @@ class CachedPeer:
             self._wait_for_entries()
             self.late.append(time.perf_counter() - started)
             write_back(self._directory)
-        elif self._state is State.WARM and written(self._directory) != self._before:
+        elif self._state.warm and written(self._directory) != self._before:
             raise RuntimeError(f"{self.name}: a round with a warm cache wrote entries")
 
     def close(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,9 +37,13 @@ def whole_blocks(nbytes: int) -> Iterator[tuple[str, int]]:
 
 
 def write_random(path: Path, sizes: dict[str, int]) -> None:
-    """A safetensors file of unsigned bytes that do not compress, the same in every run."""
+    """A safetensors file of unsigned bytes that do not compress, the same in every run.
+
+    Returns when it is old enough for the index of hashes, which believes no time of modification of a moment ago.
+    """
     generator = np.random.default_rng(1)
     save_file({name: generator.integers(0, 256, size, dtype=np.uint8) for name, size in sizes.items()}, path)
+    time.sleep(2.5)
 
 
 def file_ranges(path: Path) -> list[tuple[int, int]]:

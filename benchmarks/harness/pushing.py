@@ -2,7 +2,8 @@
 
 ``-m harness.pushing ENDPOINT MODEL`` is the client: it opens the model once, and for every line of its input (a JSON
 object of options of `Connection.push`) connects, pushes and disconnects. It answers with the seconds from before
-connecting to after the push, its processor seconds meanwhile, and the push's profile.
+connecting to after the push, its processor seconds meanwhile, and the push's profile, with how many hashes
+its index knew.
 """
 
 from __future__ import annotations
@@ -30,11 +31,15 @@ def push_when_told(endpoint: str, path: str) -> None:
             with weightwire.connect(endpoint) as connection:
                 result = connection.push(model, **options)
                 took, busy = time.perf_counter() - started, time.process_time() - busy
-            print(json.dumps([took, busy, result.summary.profile.as_dict()]), flush=True)
+            known = {"hashes_known": result.summary.hashes_known}
+            print(json.dumps([took, busy, {**result.summary.profile.as_dict(), **known}]), flush=True)
 
 
 class PushingPeer:
-    """A weightwire server that stays, and a client that connects anew for every round."""
+    """A weightwire server that stays, and a client that connects anew for every round.
+
+    ``options`` are those of `Connection.push`.
+    """
 
     def __init__(
         self,

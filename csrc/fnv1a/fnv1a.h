@@ -13,8 +13,18 @@
 /* The hash of n bytes, continued from hash (WW_FNV1A_OFFSET to begin). data may be NULL when n is 0. */
 uint64_t ww_fnv1a64(const void *data, size_t n, uint64_t hash);
 
+/* The ways there are of hashing one buffer on this architecture, best first, the plain loop last: the name of number
+ * `index`, and whether this CPU has its instructions. NULL past the last. */
+const char *ww_fnv1a_variant(size_t index, int *offered);
+
+/* The number of the one in use: the first that is offered, unless another has been chosen. */
+size_t ww_fnv1a_chosen(void);
+
+/* From now on number `index`, which must be offered; for the whole process. */
+void ww_fnv1a_choose(size_t index);
+
 #define WW_FNV1A_LANES 4
-/* What one lane reads of a file at a time: four of these stay within a second-level cache. */
+/* What one lane reads of a file at a time: whole blocks, and little enough to stay in a second-level cache. */
 #define WW_FNV1A_WINDOW ((size_t)128 << 10)
 
 /* One payload: nbytes at data, or, where data is NULL, nbytes of the open file fd from offset. */
@@ -36,14 +46,16 @@ struct ww_fnv1a_lane {
     size_t job;
 };
 
-/* Many payloads, four at a time in one thread: each byte of one hash waits for a multiply, four hide each other.
- * A lane whose payload ends takes the next one, so unequal lengths keep all four busy. */
+/* Many payloads in one thread: one after another in vectors, where there are any. What is left, four at a time: each
+ * byte of one hash waits for a multiply, four hide each other. A lane whose payload ends takes the next one, so unequal
+ * lengths keep all four busy. */
 struct ww_fnv1a_many {
     struct ww_fnv1a_job *jobs;
     size_t count;
     size_t next;                              /* first job no lane has taken */
     size_t active;                            /* lanes in use; they stand first */
     struct ww_fnv1a_lane lane[WW_FNV1A_LANES];
+    uint64_t left;                            /* bytes the running call may still hash; set by each call */
     int64_t until_ns;                         /* CLOCK_MONOTONIC: when the running call comes back; set by each call */
     int late;                                 /* that moment has passed */
     size_t failed;                            /* the job of a failure */

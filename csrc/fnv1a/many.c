@@ -1,11 +1,13 @@
 /* Built with -fno-tree-slp-vectorize where gcc is the compiler: see CMakeLists.txt. */
 #include "fnv1a/fnv1a.h"
+#include "fnv1a/variants.h"
 
 #include <errno.h>
 #include <time.h>
 #include <unistd.h>
 
-/* Each runs that many lanes n bytes on; n is ready in all of them. Hashes live in locals so that they stay in registers. */
+/* Each runs that many lanes n bytes on; n is ready in all of them. Hashes are locals so that they stay in registers.
+ * The multiplies of the lanes hide each other, which is all that can be had below a block, and without vectors. */
 
 static void run4(struct ww_fnv1a_lane *lane, size_t n)
 {
@@ -74,7 +76,7 @@ static int refill(struct ww_fnv1a_many *many, struct ww_fnv1a_lane *lane, struct
     lane->ready = (size_t)got;
     lane->unread -= (uint64_t)got;
     lane->offset += (uint64_t)got;
-    many->late = now_ns() >= many->until_ns; /* bytes in memory take as long as they are many; only a file can be slow */
+    many->late = now_ns() >= many->until_ns; /* bytes in memory take as long as they are many; a file can be slow */
     return 1;
 }
 
@@ -104,8 +106,34 @@ void ww_fnv1a_many_start(struct ww_fnv1a_many *many, struct ww_fnv1a_job *jobs, 
     }
 }
 
-/* Leaves every active lane with bytes ready: finished payloads give their hash and make room for the next,
- * and a lane that nothing is left for is closed by moving the last one into its place. */
+static void advance(struct ww_fnv1a_many *many, struct ww_fnv1a_lane *lane, size_t n)
+{
+    lane->at += n;
+    lane->ready -= n;
+    many->left = n < many->left ? many->left - n : 0;
+}
+
+/* Hashes in vectors what the lane has, and what it reads of a file, which is still in the nearest caches then.
+ * Afterwards it has only a few bytes ready, or there are no vectors, or this call is spent. False: as refill. */
+static int run_vectors(struct ww_fnv1a_many *many, struct ww_fnv1a_lane *lane, struct ww_status *status)
+{
+    for (;;) {
+        uint64_t n = lane->ready < many->left ? lane->ready : many->left;
+        if (n >= WW_FNV1A_SHORT) {
+            advance(many, lane, ww_fnv1a_vectors(lane->at, (size_t)n, &lane->hash));
+        }
+        if (lane->ready || !lane->unread || many->left == 0 || many->late) {
+            return 1;
+        }
+        if (!refill(many, lane, status)) {
+            return 0;
+        }
+    }
+}
+
+/* Leaves every active lane with bytes ready for the multiplies, unless this call is spent: finished payloads give
+ * their hash and make room for the next, and a lane that nothing is left for is closed by moving the last one into
+ * its place. */
 static int settle(struct ww_fnv1a_many *many, struct ww_status *status)
 {
     while (many->active < WW_FNV1A_LANES && many->next < many->count) {
@@ -113,12 +141,11 @@ static int settle(struct ww_fnv1a_many *many, struct ww_status *status)
     }
     for (size_t i = 0; i < many->active;) {
         struct ww_fnv1a_lane *lane = &many->lane[i];
-        if (lane->ready) {
+        if (!run_vectors(many, lane, status)) {
+            return 0;
+        }
+        if (lane->ready || lane->unread) {
             i++;
-        } else if (lane->unread) {
-            if (!refill(many, lane, status)) {
-                return 0;
-            }
         } else {
             many->jobs[lane->job].hash = lane->hash;
             if (many->next < many->count) {
@@ -136,34 +163,32 @@ static int settle(struct ww_fnv1a_many *many, struct ww_status *status)
 struct ww_status ww_fnv1a_many_run(struct ww_fnv1a_many *many, uint64_t budget, int64_t slice_ns)
 {
     struct ww_status status = ww_status_of(WW_DONE, 0, "");
+    many->left = budget;
     many->until_ns = now_ns() + slice_ns;
     many->late = 0;
-    for (int first = 1;; first = 0) {
+    for (;;) {
         if (!settle(many, &status)) {
             return status;
         }
         if (many->active == 0) {
             return ww_status_of(WW_DONE, 0, "");
         }
-        if (budget == 0 || (many->late && !first)) {
-            return ww_status_of(WW_PAUSED, 0, "");
-        }
-        uint64_t step = budget;
+        uint64_t step = many->left;
         for (size_t i = 0; i < many->active; i++) {
             step = many->lane[i].ready < step ? many->lane[i].ready : step;
+        }
+        if (step == 0) { /* spent: a lane that still has to read may stand without a byte */
+            return ww_status_of(WW_PAUSED, 0, "");
         }
         size_t n = (size_t)step;
         switch (many->active) {
         case 4: run4(many->lane, n); break;
         case 3: run3(many->lane, n); break;
         case 2: run2(many->lane, n); break;
-        default: many->lane[0].hash = ww_fnv1a64(many->lane[0].at, n, many->lane[0].hash); break;
+        default: many->lane[0].hash = ww_fnv1a_plain(many->lane[0].at, n, many->lane[0].hash); break;
         }
         for (size_t i = 0; i < many->active; i++) {
-            many->lane[i].at += n;
-            many->lane[i].ready -= n;
+            advance(many, &many->lane[i], n);
         }
-        uint64_t hashed = step * many->active;
-        budget = hashed < budget ? budget - hashed : 0;
     }
 }

@@ -8,9 +8,9 @@ from __future__ import annotations
 TYPE_CHECKING = False  # typing's own would have to be imported
 if TYPE_CHECKING:
     from weightwire.cache import TensorCache
-    from weightwire.client import Connection, RemoteTensor, connect
+    from weightwire.client import Connection, RemoteTensor, Target, connect, push_all, warm
     from weightwire.errors import WeightwireError
-    from weightwire.hashing import fnv1a64, fnv1a64_many
+    from weightwire.hashing import cpu_features, fnv1a64, fnv1a64_many
     from weightwire.model import open_model
     from weightwire.profile import LoadProfile
     from weightwire.server import Destination, ServedTensor, Server
@@ -24,13 +24,17 @@ __all__ = [
     "RemoteTensor",
     "ServedTensor",
     "Server",
+    "Target",
     "TensorCache",
     "WeightwireError",
     "__version__",
     "connect",
+    "cpu_features",
     "fnv1a64",
     "fnv1a64_many",
     "open_model",
+    "push_all",
+    "warm",
 ]
 
 _HOME = {
@@ -40,12 +44,16 @@ _HOME = {
     "RemoteTensor": "client",
     "ServedTensor": "server",
     "Server": "server",
+    "Target": "client",
     "TensorCache": "cache",
     "WeightwireError": "errors",
     "connect": "client",
+    "cpu_features": "hashing",
     "fnv1a64": "hashing",
     "fnv1a64_many": "hashing",
     "open_model": "model",
+    "push_all": "client",
+    "warm": "client",
 }
 
 

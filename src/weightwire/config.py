@@ -19,31 +19,44 @@ from weightwire.errors import ConfigError
 
 __all__ = [
     "CACHE_MODES",
+    "CACHE_VERIFY_MODES",
     "DEFAULT_PORT",
+    "HASH_VARIANTS",
+    "MAX_THREADS",
+    "READ_MODES",
     "RETAIN_MODES",
     "TRANSPORTS",
     "ClientConfig",
+    "HashConfig",
+    "LoadConfig",
     "ServerConfig",
+    "available_cpus",
     "checked_seconds",
     "parse_choice",
     "parse_host",
     "parse_port",
     "parse_seconds",
     "parse_size",
+    "parse_threads",
     "parse_version",
     "shown",
 ]
 
 DEFAULT_PORT = 50052
 CACHE_MODES = ("auto", "always", "never")
+CACHE_VERIFY_MODES = ("content", "size")
+HASH_VARIANTS = ("auto", "plain", "sse2", "avx2", "avxvnni", "avx512", "neon")
 RETAIN_MODES = ("connection", "process")
 TRANSPORTS = ("auto", "tcp", "rdma")
+MAX_THREADS = 64
+READ_MODES = ("auto", "mmap", "read")
 
 _T = TypeVar("_T")
 _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*(?:([kmgt])?(i?b)?)", re.IGNORECASE | re.ASCII)
 _VERSION = re.compile(r"\d{1,3}\.\d{1,3}(?:\.\d{1,3})?", re.ASCII)
 _MAX_BYTES = (1 << 63) - 1
+_DEFAULT_THREADS = 8
 _MAX_SECONDS = 86_400.0 * 365
 
 
@@ -135,6 +148,13 @@ def parse_version(text: str) -> str:
     if not _VERSION.fullmatch(text.strip()):
         raise ValueError(f"{text!r} is not a protocol version such as 7.0.0")
     return text.strip()
+
+
+def parse_threads(text: str) -> int:
+    """Turn ``"4"`` into a number of threads; 0 is none beside the caller's. Raises ValueError outside 0 to 64."""
+    if not re.fullmatch(r"[0-9]{1,4}", text.strip()) or int(text) > MAX_THREADS:
+        raise ValueError(f"{text!r} is not a number of threads between 0 and {MAX_THREADS}")
+    return int(text)
 
 
 def parse_choice(choices: tuple[str, ...]) -> Callable[[str], str]:
@@ -233,12 +253,85 @@ class ClientConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadConfig:
+    """How tensors are read and hashed ahead of being sent: by how many ``threads`` (0: none beside the one that
+    sends), and how many bytes of them at most (``in_flight``).
+    """
+
+    threads: int
+    in_flight: int = 256 << 20
+
+    @classmethod
+    def resolve(
+        cls, *, threads: int | None = None, in_flight: int | None = None, environ: Mapping[str, str] | None = None
+    ) -> Self:
+        """Settle both: argument, GGML_RPC_LOAD_THREADS or WEIGHTWIRE_IN_FLIGHT, default (for threads: the CPUs this
+        process may use, at most 8). ConfigError names the argument or variable that cannot be used.
+        """
+        _check_whole("threads", threads, 0, MAX_THREADS, "0 hashes on the thread that sends")
+        _check_whole("in_flight", in_flight, 1, _MAX_BYTES, "in bytes, such as 256 << 20")
+        environ = os.environ if environ is None else environ
+        values = {"threads": threads, "in_flight": in_flight}
+        if threads is None and "GGML_RPC_LOAD_THREADS" not in environ:
+            values["threads"] = min(available_cpus(), _DEFAULT_THREADS)
+        return _resolve(
+            cls,
+            values,
+            environ,
+            {
+                "threads": ("GGML_RPC_LOAD_THREADS", parse_threads),
+                "in_flight": ("WEIGHTWIRE_IN_FLIGHT", parse_size),
+            },
+        )
+
+
+def available_cpus() -> int:
+    """How many CPUs this process may use: those it is bound to, or fewer if its control group has a quota of time.
+
+    Source: sched_setaffinity(2); the kernel's Documentation/admin-guide/cgroup-v2.rst, cpu.max.
+    """
+    count = len(os.sched_getaffinity(0))
+    quota = _cgroup_quota("/proc/self/cgroup", "/sys/fs/cgroup")
+    return count if quota is None else max(1, min(count, quota))
+
+
+def _cgroup_quota(membership: str, root: str) -> int | None:
+    """CPUs, rounded up, that the smallest ``cpu.max`` from this process's group (version 2) upwards allows."""
+    try:
+        with open(membership, encoding="utf-8") as file:
+            group = next((line[3:].strip() for line in file if line.startswith("0::")), None)
+    except OSError:
+        return None
+    if group is None:
+        return None
+    found: list[int] = []
+    parts = [part for part in group.split("/") if part and part != ".."]
+    for depth in range(len(parts), -1, -1):
+        try:
+            with open(os.path.join(root, *parts[:depth], "cpu.max"), encoding="utf-8") as file:
+                quota, period = file.read().split()
+            if quota != "max":
+                found.append(-(-int(quota) // int(period)))
+        except (OSError, ValueError, ZeroDivisionError):
+            continue
+    return min(found, default=None)
+
+
+def _check_whole(name: str, value: object, low: int, high: int, hint: str) -> None:
+    if value is None:
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise ConfigError(f"{name}={shown(value)} is not a whole number from {low} to {high}", hint=hint)
+
+
+@dataclass(frozen=True, slots=True)
 class ServerConfig:
     """What a server needs to know.
 
-    The address it listens on, the directory of its tensor ``cache`` (``None``: none), the ``protocol`` it speaks, how
-    long it keeps tensors (``retain``), how many bytes of ``memory`` it gives out (``None``: what is available), and the
-    ``transport`` (``"auto"``, ``"tcp"``, ``"rdma"``).
+    The address it listens on, the directory of its tensor ``cache`` (``None``: none) and what it checks of an entry
+    (``cache_verify``: ``"content"`` or ``"size"``), the ``protocol`` it speaks, how long it keeps tensors (``retain``),
+    how many bytes of ``memory`` it gives out (``None``: what is available), and the ``transport`` (``"auto"``,
+    ``"tcp"``, ``"rdma"``).
     """
 
     host: str = "127.0.0.1"
@@ -248,6 +341,7 @@ class ServerConfig:
     retain: str = "connection"
     memory: int | None = None
     transport: str = "auto"
+    cache_verify: str = "content"
 
     @classmethod
     def resolve(
@@ -256,6 +350,7 @@ class ServerConfig:
         host: str | None = None,
         port: int | None = None,
         cache: str | None = None,
+        cache_verify: str | None = None,
         protocol: str | None = None,
         retain: str | None = None,
         memory: int | None = None,
@@ -269,6 +364,7 @@ class ServerConfig:
                 "host": host,
                 "port": port,
                 "cache": cache,
+                "cache_verify": cache_verify,
                 "protocol": protocol,
                 "retain": retain,
                 "memory": memory,
@@ -279,9 +375,23 @@ class ServerConfig:
                 "host": ("WEIGHTWIRE_SERVER_HOST", parse_host),
                 "port": ("WEIGHTWIRE_SERVER_PORT", parse_port),
                 "cache": ("WEIGHTWIRE_SERVER_CACHE", _text),
+                "cache_verify": ("WEIGHTWIRE_SERVER_CACHE_VERIFY", parse_choice(CACHE_VERIFY_MODES)),
                 "protocol": ("WEIGHTWIRE_SERVER_PROTOCOL", parse_version),
                 "retain": ("WEIGHTWIRE_SERVER_RETAIN", parse_choice(RETAIN_MODES)),
                 "memory": ("WEIGHTWIRE_SERVER_MEMORY", parse_size),
                 "transport": ("WEIGHTWIRE_SERVER_TRANSPORT", parse_choice(TRANSPORTS)),
             },
         )
+
+
+@dataclass(frozen=True, slots=True)
+class HashConfig:
+    """Which ``variant`` of the hasher to use, whatever the CPU: ``"auto"`` is the best it can."""
+
+    variant: str = "auto"
+
+    @classmethod
+    def resolve(cls, *, environ: Mapping[str, str] | None = None) -> Self:
+        """Settle it from the environment; empty is unset. Raises ConfigError naming the variable."""
+        choice = parse_choice(HASH_VARIANTS)
+        return _resolve(cls, {}, environ, {"variant": ("WEIGHTWIRE_HASH", lambda text: choice(text or "auto"))})

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 __all__ = [
     "AllocationError",
+    "CacheError",
+    "CacheUnavailable",
     "CompletionError",
     "ConfigError",
     "IntegrityError",
@@ -85,12 +87,32 @@ class IntegrityError(WeightwireError):
         self.actual = actual
 
 
+class CacheError(WeightwireError):
+    """A cache directory that cannot be read or written.
+
+    ``.path`` is the directory or the entry, ``.errno`` the operating system's error (``None`` where it had no part).
+    """
+
+    def __init__(self, detail: str, *, path: str = "", errno: int | None = None, hint: str = "") -> None:
+        super().__init__(detail, hint=hint)
+        self.path = path
+        self.errno = errno
+
+
 class AllocationError(WeightwireError, MemoryError):
     """A server could not give the memory asked for; ``.nbytes`` is what was asked, in bytes."""
 
     def __init__(self, detail: str, *, nbytes: int = 0, hint: str = "") -> None:
         super().__init__(detail, hint=hint)
         self.nbytes = nbytes
+
+
+class CacheUnavailable(WeightwireError):
+    """A server keeps no tensor cache, or its cache does not keep what it is sent; ``.endpoint`` is the server."""
+
+    def __init__(self, detail: str, *, endpoint: str = "", hint: str = "") -> None:
+        super().__init__(detail, hint=hint)
+        self.endpoint = endpoint
 
 
 class TransferTimeout(WeightwireError, TimeoutError):

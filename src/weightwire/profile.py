@@ -43,7 +43,8 @@ class LoadProfile:
     """What a load spent its time on. Every ``*_ns`` is wall-clock nanoseconds of the thread that moves the bytes.
 
     ``calls`` counts requests to the server and ``bytes`` what the tensors hold; ``bytes_saved`` of those came out of
-    the server's cache. ``hash_ns`` is the time spent waiting for hashes (they are computed ahead by another thread),
+    the server's cache, which filled ``corrupt_hits`` tensors wrongly, so that they were sent. ``hash_ns`` is the time
+    spent waiting for hashes (they are computed ahead by other threads) and, at the end, for what the index records,
     ``ask_ns`` for the server's answers about its cache, ``send_ns`` in giving bytes to the transport, ``wait_ns`` for
     other answers and the final barrier, ``alloc_ns`` for limits, sizes and allocation, ``verify_ns`` for reading back
     and comparing. Over RDMA, ``direct_bytes`` went out of registered memory where they lay and ``copied_bytes``
@@ -61,6 +62,7 @@ class LoadProfile:
     verify_ns: int = 0
     hits: int = 0
     misses: int = 0
+    corrupt_hits: int = 0
     bytes_saved: int = 0
     direct_bytes: int = 0
     copied_bytes: int = 0
@@ -115,7 +117,8 @@ class LoadRecorder:
     """Builds a :class:`LoadProfile`: one clock that is always in exactly one stage. Used by one thread."""
 
     __slots__ = (
-        "_since", "_spent", "_stage", "bytes", "bytes_saved", "calls", "copied_bytes", "direct_bytes", "hits", "misses"
+        "_since", "_spent", "_stage", "bytes", "bytes_saved", "calls", "copied_bytes", "corrupt_hits",
+        "direct_bytes", "hits", "misses",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -129,6 +132,7 @@ class LoadRecorder:
         self.copied_bytes = 0
         self.hits = 0
         self.misses = 0
+        self.corrupt_hits = 0
 
     def switch(self, stage: Stage) -> Stage:
         """Enter ``stage`` and return the one that was left."""
@@ -155,6 +159,7 @@ class LoadRecorder:
             verify_ns=spent[Stage.VERIFY],
             hits=self.hits,
             misses=self.misses,
+            corrupt_hits=self.corrupt_hits,
             bytes_saved=self.bytes_saved,
             direct_bytes=self.direct_bytes,
             copied_bytes=self.copied_bytes,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import socket
 import threading
 from dataclasses import dataclass, field
@@ -21,22 +22,28 @@ _WITH_TENSOR = {
 
 @dataclass(frozen=True)
 class Request:
-    """One request as it went by: `size` is its payload in bytes, `tensor` what it begins with, if a tensor."""
+    """One request as it went by: `size` is its payload in bytes, `tensor` what it begins with, if a tensor.
+
+    `rest`, if the proxy takes `digests`, is the SHA-256 of what follows the tensor, or of all if it begins with none.
+    """
 
     connection: int
     command: int
     size: int
     tensor: RpcTensor | None = None
+    rest: bytes = b""
 
 
 @dataclass
 class RecordingProxy:
     """Listens on a free port of 127.0.0.1 and connects each client to `upstream` ("host:port"); a context manager.
 
-    Connections are numbered from 0 as they come. A server's answers are passed on unread.
+    Connections are numbered from 0 as they come. A server's answers are passed on unread. With `digests` a request is
+    written down once it has gone by whole, without them when it begins.
     """
 
     upstream: str
+    digests: bool = False
     requests: list[Request] = field(default_factory=list)
     #: Bytes from client to server, and from server to client.
     sent: int = 0
@@ -108,20 +115,30 @@ class RecordingProxy:
                 first = (
                     _exactly(client, RPC_TENSOR_BYTES) if command in _WITH_TENSOR and size >= RPC_TENSOR_BYTES else b""
                 )
-                with self._lock:
-                    self.requests.append(Request(connection, command, size, RpcTensor.unpack(first) if first else None))
-                    self.sent += len(head) + size
+                tensor = RpcTensor.unpack(first) if first else None
+                if not self.digests:
+                    self._note(Request(connection, command, size, tensor))
+                digest = hashlib.sha256()
                 server.sendall(head + first)
                 left = size - len(first)
                 while left:
                     got = client.recv_into(block, min(left, _BLOCK))
                     if not got:
                         raise ConnectionError("the client left inside a request")
+                    if self.digests:
+                        digest.update(memoryview(block)[:got])
                     server.sendall(memoryview(block)[:got])
                     left -= got
+                if self.digests:
+                    self._note(Request(connection, command, size, tensor, digest.digest()))
         except OSError:
             pass
         _finish(server)
+
+    def _note(self, request: Request) -> None:
+        with self._lock:
+            self.requests.append(request)
+            self.sent += REQUEST_HEADER_BYTES + request.size
 
     def _pump_answers(self, server: socket.socket, client: socket.socket) -> None:
         with contextlib.suppress(OSError):

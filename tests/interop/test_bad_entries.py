@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -85,6 +86,13 @@ def push_with_stock(endpoint: str, stock_client: Callable[[str], object]) -> int
     return len(asked) - sum(request.size > 10 * MIB for request in sent)
 
 
+def quarantined(folder: Path) -> list[Path]:
+    """What was moved out of the way of the bad entry's name."""
+    found = list((folder / ".weightwire-quarantine").glob("*"))
+    assert all(re.fullmatch(rf"{BAD}-[0-9]+", path.name) for path in found), found
+    return found
+
+
 @pytest.mark.parametrize("client", ["ours", "stock"])
 def test_our_server_says_no_and_gets_the_good_bytes(
     no_leaks: LeakCheck,
@@ -107,10 +115,20 @@ def test_our_server_says_no_and_gets_the_good_bytes(
     assert not any(GOOD in warning for warning in warnings), warnings
     assert (folder / GOOD).read_bytes() == TENSORS["good"]
     if kind == "directory":
+        assert quarantined(folder) == []
         # Whoever made it may want it; nothing is lost but the entry.
         assert (entry / "kept").read_bytes() == b"kept"
         assert push() == 1
         return
+    (kept,) = quarantined(folder)
+    if kind == "symlink":
+        assert kept.readlink() == foreign(entry)
+    else:
+        same = folder.parent / BAD
+        BAD_ENTRIES[kind](same, TENSORS["bad"])
+        for path in (kept, same):
+            path.chmod(0o600)
+        assert kept.read_bytes() == same.read_bytes()
     # The entry may be written after the client has its answer.
     assert eventually(lambda: entry.is_file() and not entry.is_symlink() and entry.read_bytes() == TENSORS["bad"])
     if kind == "symlink":
@@ -157,3 +175,49 @@ def test_a_stock_server_dies_of_it_and_our_client_says_where(no_leaks: LeakCheck
         assert caught.value.tensor == "bad"
     assert stock.process.wait(60) != 0
     stock.stop()
+
+
+#: Of what a stock server takes for a hit, what shows at the ends of the tensor (the link leads to zeros).
+SHOWS_AT_THE_ENDS = ["empty", "truncated", "one byte short", "symlink"]
+
+
+def push_to_stock(server: StockServer, **options: object) -> tuple[weightwire.PushResult, dict[str, bytes]]:
+    """Push with our client, which asks for the cache; what the server has afterwards."""
+    with weightwire.connect(server.endpoint, timeout=60) as connection:
+        arrays = {name: np.frombuffer(data, np.uint8) for name, data in TENSORS.items()}
+        pushed = connection.push(arrays, cache="always", index=False, **options)
+        return pushed, {name: bytes(pushed[name].read()) for name in TENSORS}
+
+
+def check_it_was_sent(pushed: weightwire.PushResult, there: dict[str, bytes]) -> None:
+    """The bad hit was counted, and the tensor sent."""
+    assert there == TENSORS
+    summary = pushed.summary
+    assert (summary.hits, summary.misses, summary.corrupt_hits) == (1, 0, 1)
+    assert summary.sent == len(TENSORS["bad"]) + len(TENSORS["small"])
+
+
+@pytest.mark.parametrize("kind", SHOWS_AT_THE_ENDS, indirect=True)
+def test_a_bad_hit_that_shows_at_the_ends_is_sent(no_leaks: LeakCheck, stock: StockServer, folder: Path) -> None:
+    check_it_was_sent(*push_to_stock(stock))
+    assert stock.alive
+
+
+@pytest.mark.parametrize("kind", HITS_OF_STOCK, indirect=True)
+def test_nobody_notices_a_bad_hit_without_looking(stock: StockServer) -> None:
+    """The other tests are worth something only if this is so."""
+    pushed, there = push_to_stock(stock, probe=False)
+    assert (pushed.summary.hits, pushed.summary.corrupt_hits) == (2, 0)
+    assert there["bad"] != TENSORS["bad"]
+
+
+@pytest.mark.parametrize("probe", [None, False], ids=["probe", "no probe"])
+@pytest.mark.parametrize("kind", HITS_OF_STOCK, indirect=True)
+def test_verify_sends_any_bad_hit(no_leaks: LeakCheck, stock: StockServer, probe: bool | None) -> None:
+    pushed, there = push_to_stock(stock, probe=probe, verify=True)
+    check_it_was_sent(pushed, there)
+    assert pushed.summary.verified
+    # The entry has been written anew meanwhile: nothing is left to find.
+    again, there = push_to_stock(stock, verify=True)
+    assert there == TENSORS
+    assert (again.summary.hits, again.summary.corrupt_hits) == (2, 0)

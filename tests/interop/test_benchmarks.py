@@ -59,13 +59,15 @@ def network(request: pytest.FixtureRequest) -> Network:
     return LOOPBACK if request.param == "loopback" else request.getfixturevalue("shaped")
 
 
-def pairs(stack: ExitStack, library: Path, model: Path, network: Network, cache: Path | None) -> tuple[Peer, Peer]:
+def pairs(
+    stack: ExitStack, library: Path, model: Path, network: Network, cache: Path | None, index: str | bool = False
+) -> tuple[Peer, Peer]:
     """weightwire's pair and the stock pair."""
     ours = PushingPeer(
         model,
         network=network,
         cache=cache / "weightwire" if cache else None,
-        options={"cache": "auto" if cache else "never"},
+        options={"cache": "auto" if cache else "never", "index": index},
     )
     stack.callback(ours.close)
     stock = StockPeer(library, model, file_ranges(model), network=network, cache=cache / "stock" if cache else None)
@@ -97,7 +99,7 @@ def test_without_a_cache(no_leaks: LeakCheck, model: Path, stock_lib: Path, netw
     stack.close()
 
 
-@pytest.mark.parametrize("state", [State.COLD, State.WARM])
+@pytest.mark.parametrize("state", [State.COLD, State.WARM, State.INDEX])
 def test_with_a_cache(
     no_leaks: LeakCheck,
     model: Path,
@@ -108,9 +110,12 @@ def test_with_a_cache(
     state: State,
 ) -> None:
     expected = full_cache(model)
-    ours, stock = pairs(stack, stock_lib, model, network, tmp_path)
+    index = tmp_path / "index"
+    index.mkdir()
+    used = False if state is State.WARM else str(index / "index.sqlite3")
+    ours, stock = pairs(stack, stock_lib, model, network, tmp_path, used)
     for pair, name in ((ours, "weightwire"), (stock, "stock")):
-        peer = CachedPeer(pair, tmp_path / name, expected, state)
+        peer = CachedPeer(pair, tmp_path / name, expected, state, index if pair is ours else None)
         for _ in range(2):
             peer.prepare()
             assert entries(tmp_path / name) == ({} if state is State.COLD else expected)
@@ -119,10 +124,11 @@ def test_with_a_cache(
             peer.finish()
             assert entries(tmp_path / name) == expected
         assert len(peer.late) == (2 if state is State.COLD else 0)
-    hits, misses = (2, 0) if state is State.WARM else (0, 2)
-    assert {(profile["hits"], profile["misses"]) for profile in ours.profiles[-2:]} == {(hits, misses)}
+    expected_counts = {State.COLD: (0, 2, 0), State.WARM: (2, 0, 0), State.INDEX: (2, 0, 2)}
+    counts = {(profile["hits"], profile["misses"], profile["hashes_known"]) for profile in ours.profiles[-2:]}
+    assert counts == {expected_counts[state]}
     # Filling it first was a round too.
-    assert len(ours.processor) == len(stock.processor) == (3 if state is State.WARM else 2)
+    assert len(ours.processor) == len(stock.processor) == (3 if state.warm else 2)
     stack.close()
 
 

@@ -11,6 +11,7 @@ from support.leaks import LeakCheck, eventually
 
 import weightwire
 from weightwire import fnv1a64
+from weightwire.cache.quarantine import FOLDER, list_quarantine
 from weightwire.wire import CACHE_THRESHOLD
 
 pytestmark = [pytest.mark.interop]
@@ -57,8 +58,8 @@ def check_served(server: weightwire.Server) -> None:
 
 
 def entries(folder: Path) -> dict[str, bytes]:
-    """The files of a cache folder."""
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    """The files of a cache folder, but for those in quarantine."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != FOLDER}
 
 
 def test_a_hit_fills_the_tensor(stock_protocol, stock_client, tmp_path):
@@ -96,6 +97,7 @@ def test_an_entry_gone_bad_is_not_served(stock_protocol, stock_client, tmp_path)
             assert client.get(index, len(tensor.data)) == tensor.data, tensor.name
         client.close()
     assert entries(folder) == {f"{fnv1a64(tensor.data):016x}": tensor.data for tensor in LARGE}
+    assert {entry.content_hash for entry in list_quarantine(folder)} == {fnv1a64(t.data) for t in LARGE[:3]}
 
 
 def test_ranges_copies_and_fills(no_leaks: LeakCheck, stock_protocol, stock_client):

@@ -108,6 +108,9 @@ def a_server(*options: object) -> Iterator[tuple[int, str]]:
     with running(*command, *options) as process:
         port = json.loads(hear(process))["port"]
         yield process.pid, f"127.0.0.1:{port}"
+        # In order: what is being written to the cache is finished then.
+        process.terminate()
+        process.wait(60)
 
 
 def peaks_of_a_push(path: Path, verify: bool, *options: object) -> tuple[int, int, int]:

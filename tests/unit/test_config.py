@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from weightwire.config import (
     ClientConfig,
+    LoadConfig,
     ServerConfig,
+    _cgroup_quota,
+    available_cpus,
     parse_choice,
     parse_host,
     parse_port,
     parse_seconds,
     parse_size,
+    parse_threads,
     parse_version,
 )
 from weightwire.errors import ConfigError
@@ -142,9 +149,10 @@ def test_every_server_setting_has_its_variable() -> None:
         "WEIGHTWIRE_SERVER_PROTOCOL": "5.1",
         "WEIGHTWIRE_SERVER_RETAIN": "Process",
         "WEIGHTWIRE_SERVER_MEMORY": "16GiB",
+        "WEIGHTWIRE_SERVER_CACHE_VERIFY": "Size",
     }
     config = ServerConfig.resolve(environ=environ)
-    assert config == ServerConfig("::1", 0, "/var/cache/rpc", "5.1", "process", 16 << 30)
+    assert config == ServerConfig("::1", 0, "/var/cache/rpc", "5.1", "process", 16 << 30, cache_verify="size")
     assert ServerConfig.resolve(port=7, environ=environ).port == 7
 
 
@@ -218,3 +226,74 @@ def test_the_transport(config: type[ClientConfig] | type[ServerConfig], variable
     assert config.resolve(transport="tcp", environ={variable: "rdma"}).transport == "tcp"
     with pytest.raises(ConfigError, match=f"{variable}.*'udp' is not one of auto, tcp, rdma"):
         config.resolve(environ={variable: "udp"})
+
+
+def test_threads() -> None:
+    for text, count in (("0", 0), ("1", 1), (" 8 ", 8), ("64", 64)):
+        assert parse_threads(text) == count
+    for text in ("", "-1", "65", "1.5", "two", "0x2", "99999", "٣"):
+        with pytest.raises(ValueError, match="threads"):
+            parse_threads(text)
+
+
+def test_how_a_load_reads_ahead() -> None:
+    assert LoadConfig.resolve(threads=3, environ={}) == LoadConfig(3, 256 << 20)
+    environ = {"GGML_RPC_LOAD_THREADS": "5", "WEIGHTWIRE_IN_FLIGHT": "1GiB"}
+    assert LoadConfig.resolve(environ=environ) == LoadConfig(5, 1 << 30)
+    assert LoadConfig.resolve(threads=0, in_flight=7, environ=environ) == LoadConfig(0, 7)
+    default = LoadConfig.resolve(environ={}).threads
+    assert 1 <= default <= 8
+    assert default == min(available_cpus(), 8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environ", "named"),
+    [
+        ({"threads": -1}, {}, "threads=-1"),
+        ({"threads": 65}, {}, "threads=65"),
+        ({"threads": "4"}, {}, "threads='4'"),
+        ({"threads": True}, {}, "threads=True"),
+        ({"threads": 1.0}, {}, "threads=1.0"),
+        ({"in_flight": 0}, {}, "in_flight=0"),
+        ({"in_flight": 1 << 63}, {}, "in_flight="),
+        ({}, {"GGML_RPC_LOAD_THREADS": "many"}, "GGML_RPC_LOAD_THREADS"),
+        ({}, {"GGML_RPC_LOAD_THREADS": "65"}, "GGML_RPC_LOAD_THREADS"),
+        ({}, {"GGML_RPC_LOAD_THREADS": ""}, "GGML_RPC_LOAD_THREADS"),
+        ({"threads": 1}, {"WEIGHTWIRE_IN_FLIGHT": "0"}, "WEIGHTWIRE_IN_FLIGHT"),
+    ],
+)
+def test_what_a_load_cannot_use(arguments: dict[str, Any], environ: dict[str, str], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        LoadConfig.resolve(**arguments, environ=environ)
+
+
+def test_cpus_are_those_the_process_may_use() -> None:
+    before = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(before)})
+        assert available_cpus() == 1
+    finally:
+        os.sched_setaffinity(0, before)
+    assert 1 <= available_cpus() <= len(before)
+
+
+@pytest.mark.parametrize(
+    ("membership", "files", "cpus"),
+    [
+        ("0::/a/b\n", {"a/b/cpu.max": "150000 100000\n"}, 2),
+        ("0::/a/b\n", {"a/cpu.max": "400000 100000\n", "a/b/cpu.max": "max 100000\n"}, 4),
+        ("0::/a/b\n", {"a/cpu.max": "100000 100000\n", "a/b/cpu.max": "300000 100000\n"}, 1),
+        ("0::/\n", {"cpu.max": "50000 100000\n"}, 1),
+        ("12:cpu:/x\n0::/a\n", {"a/cpu.max": "1 0\n"}, None),
+        ("0::/a\n", {"a/cpu.max": "nonsense\n"}, None),
+        ("0::/../../a\n", {"a/cpu.max": "max 100000\n"}, None),
+        ("12:cpu:/x\n", {}, None),
+    ],
+)
+def test_the_quota_of_a_control_group(membership: str, files: dict[str, str], cpus: int | None, tmp_path: Path) -> None:
+    (tmp_path / "membership").write_text(membership)
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert _cgroup_quota(str(tmp_path / "membership"), str(tmp_path)) == cpus
+    assert _cgroup_quota(str(tmp_path / "missing"), str(tmp_path)) is None

@@ -54,6 +54,7 @@ def test_the_documents_are_there() -> None:
         "CONTRIBUTING.md",
         "SECURITY.md",
         "CHANGELOG.md",
+        "docs/cache.md",
         "docs/guide.md",
         "docs/configuration.md",
         "docs/embedding.md",

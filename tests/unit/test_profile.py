@@ -46,7 +46,7 @@ def test_as_dict_has_every_field_and_the_rest() -> None:
     assert values["other_ns"] == 40
     assert set(values) == {
         *("calls", "bytes", "span_ns", "hash_ns", "ask_ns", "send_ns", "wait_ns", "alloc_ns", "verify_ns"),
-        *("hits", "misses", "bytes_saved", "direct_bytes", "copied_bytes", "other_ns"),
+        *("hits", "misses", "corrupt_hits", "bytes_saved", "direct_bytes", "copied_bytes", "other_ns"),
     }
 
 

@@ -43,6 +43,9 @@ cdef extern from "fnv1a/fnv1a.h" nogil:
         uint64_t failed_at
 
     uint64_t ww_fnv1a64(const void *data, size_t n, uint64_t hash) noexcept
+    const char *ww_fnv1a_variant(size_t index, int *offered) noexcept
+    size_t ww_fnv1a_chosen() noexcept
+    void ww_fnv1a_choose(size_t index) noexcept
     void ww_fnv1a_many_start(ww_fnv1a_many *many, ww_fnv1a_job *jobs, size_t count, uint8_t *windows) noexcept
     ww_status ww_fnv1a_many_run(ww_fnv1a_many *many, uint64_t budget, int64_t slice_ns) noexcept
 

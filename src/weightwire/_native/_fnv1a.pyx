@@ -8,7 +8,8 @@ from libc.stddef cimport size_t
 
 from weightwire._native._core cimport (
     WW_DONE, WW_FNV1A_LANES, WW_FNV1A_OFFSET, WW_FNV1A_WINDOW, WW_PAUSED, WW_SHORT,
-    take_buffer, ww_fnv1a64, ww_fnv1a_job, ww_fnv1a_many, ww_fnv1a_many_run, ww_fnv1a_many_start, ww_status,
+    take_buffer, ww_fnv1a64, ww_fnv1a_choose, ww_fnv1a_chosen, ww_fnv1a_job, ww_fnv1a_many, ww_fnv1a_many_run,
+    ww_fnv1a_many_start, ww_fnv1a_variant, ww_status,
 )
 
 import errno
@@ -40,6 +41,33 @@ cdef object raise_failure(ww_status status, ww_fnv1a_many *many, object source):
     )
 
 
+def variants():
+    """The ways of hashing one buffer on this architecture, best first: the name, and whether this CPU can."""
+    cdef int offered
+    cdef size_t index = 0
+    cdef const char *name
+    cdef dict found = {}
+    while True:
+        name = ww_fnv1a_variant(index, &offered)
+        if name == NULL:
+            return found
+        found[(<bytes>name).decode()] = offered != 0
+        index += 1
+
+
+def chosen():
+    """The name of the variant in use."""
+    return list(variants())[ww_fnv1a_chosen()]
+
+
+def choose(name):
+    """Use the variant ``name`` from now on, in every thread. LookupError: there is none, or this CPU cannot."""
+    cdef dict found = variants()
+    if not found.get(name):
+        raise LookupError(name)
+    ww_fnv1a_choose(list(found).index(name))
+
+
 def fnv1a64(data, uint64_t start=WW_FNV1A_OFFSET):
     """FNV-1a 64 of the bytes of ``data``, continued from ``start``."""
     cdef Py_buffer view
@@ -66,7 +94,7 @@ def fnv1a64(data, uint64_t start=WW_FNV1A_OFFSET):
 
 
 def fnv1a64_payloads(payloads, check=None):
-    """FNV-1a 64 of each payload (a buffer or a ``FileRange``), four at a time in this thread.
+    """FNV-1a 64 of each payload (a buffer or a ``FileRange``), in this thread.
 
     ``check()`` is called between slices; what it raises ends the work.
     """

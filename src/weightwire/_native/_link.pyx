@@ -183,6 +183,10 @@ cdef class Link:
         # A queue pair that broke says so at the next call.
         return bool(self.gone or self.stopped or self.tcp is None or self.tcp.peer_gone())
 
+    def peek(self, Py_ssize_t nbytes):
+        """``b""``: nothing is shown before it is taken here. Never waits or raises."""
+        return b""
+
     def close(self):
         """Gives everything back, once calls running in other threads have been woken and left it. Never blocks or raises."""
         if self.gone:

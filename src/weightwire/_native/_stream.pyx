@@ -28,6 +28,8 @@ cdef extern from "<unistd.h>" nogil:
 cdef extern from "<sys/socket.h>" nogil:
     int shutdown_fd "shutdown"(int fd, int how)
     int SHUT_RDWR
+    Py_ssize_t recv_from "recv"(int fd, void *data, size_t nbytes, int flags)
+    int MSG_PEEK, MSG_DONTWAIT
 
 cdef object _UNSET = UNSET
 
@@ -121,6 +123,17 @@ cdef class Stream:
         """Has the peer closed or reset the connection, or this side ended it? Takes no bytes, never waits or raises."""
         # With the GIL held and no wait, so that close() in another thread cannot come between.
         return bool(self.gone or self.stopped or self.fd < 0 or ww_socket_ended(self.fd))
+
+    def peek(self, Py_ssize_t nbytes):
+        """Up to ``nbytes`` bytes that have arrived, without taking them; ``b""`` if none has. Never waits or raises for the socket."""
+        if nbytes < 0:
+            raise ValueError(f"cannot look at {nbytes} bytes")
+        if self.gone or self.fd < 0 or nbytes == 0:
+            return b""
+        cdef bytes data = PyBytes_FromStringAndSize(NULL, nbytes)
+        # With the GIL held and no wait, so that close() in another thread cannot come between.
+        cdef Py_ssize_t got = recv_from(self.fd, PyBytes_AsString(data), <size_t>nbytes, MSG_PEEK | MSG_DONTWAIT)
+        return data[:got] if got > 0 else b""
 
     def shutdown(self):
         """Ends the connection both ways: a call blocked in another thread comes back with PeerClosed. Never raises."""

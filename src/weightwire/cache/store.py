@@ -9,6 +9,7 @@ same.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -16,25 +17,45 @@ import re
 import stat
 import tempfile
 import threading
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Final
 
-from weightwire.errors import ConfigError
+from weightwire.cache.quarantine import move_aside
+from weightwire.cache.reading import EntryChanged
+from weightwire.config import CACHE_VERIFY_MODES, shown
+from weightwire.errors import ConfigError, WeightwireError
+from weightwire.hashing import hash_payload
+from weightwire.ranges import FileRange
 from weightwire.transport.memory import first_difference
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["CacheWriter", "TensorCache", "checked_directory", "default_directory", "entry_name"]
+__all__ = [
+    "NOT_ITS_NAME",
+    "CacheWriter",
+    "TensorCache",
+    "checked_directory",
+    "default_directory",
+    "entry_name",
+    "same_bytes",
+]
 
 logger = logging.getLogger(__name__)
+
+NOT_ITS_NAME: Final = "its content is not what its name says"
 
 _PIECE: Final = 1 << 20
 _TEMP_PREFIX: Final = ".weightwire-"
 _TEMP_SUFFIX: Final = ".tmp"
 _TEMP_NAME: Final = re.compile(r"\.weightwire-[a-z0-9_]{8}\.tmp", re.ASCII)
+_REMEMBERED: Final = 4096
+
+_BAD_ENTRY: Final = frozenset((errno.EACCES, errno.EPERM, errno.EIO, errno.ELOOP, errno.ENXIO, errno.ENODEV))
+"""What opening or reading says of the entry itself; everything else (too many open files, say) may be over soon."""
 
 
 def entry_name(content_hash: int) -> str:
@@ -75,13 +96,18 @@ class TensorCache:
     """The entries in ``directory``, which is made if it is missing.
 
     What a process that was killed left half written there is removed; other names than its own are never touched.
-    Raises ConfigError if the directory cannot be made or is something else. Safe to use from several threads, processes
-    and servers at once. Losing an entry is never an error: what cannot be read is a miss, what cannot be written is
-    logged (at WARNING; further failures at DEBUG until an entry could be written again) and forgotten.
+    ``verify`` is what a server checks of an entry before it says that it has it: ``"content"``, size and hash, or
+    ``"size"`` alone. Raises ConfigError if the directory cannot be made or is something else, or for another
+    ``verify``. Safe to use from several threads, processes and servers at once. Losing an entry is never an error: what
+    cannot be read is a miss, what cannot be written is logged (at WARNING; further failures at DEBUG until an entry
+    could be written again) and forgotten. A bad entry is moved to quarantine (`weightwire.cache.quarantine`).
     """
 
-    def __init__(self, directory: str | os.PathLike[str]) -> None:
+    def __init__(self, directory: str | os.PathLike[str], *, verify: str = "content") -> None:
         self.directory = checked_directory(directory)
+        if verify not in CACHE_VERIFY_MODES:
+            raise ConfigError(f"verify={shown(verify)}", hint=f"one of {', '.join(CACHE_VERIFY_MODES)}")
+        self.verify = verify
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -90,6 +116,8 @@ class TensorCache:
                 hint="name a directory this user may write to",
             ) from error
         self._complained = threading.Event()
+        self._stuck: set[tuple[int, str]] = set()
+        self._sound: set[tuple[int, int, int, int, int]] = set()
         self._sweep()
 
     def __repr__(self) -> str:
@@ -103,8 +131,8 @@ class TensorCache:
         """An open, read-only file descriptor of the entry if it is a regular file of exactly ``nbytes`` bytes, else
         None.
 
-        The caller closes it. The content is *not* checked. What has the entry's name and is no regular file is logged
-        and left alone; a file of another size is a miss like any other (`size_of` tells them apart).
+        The caller closes it. The content is *not* checked. What has the entry's name and is no readable regular file
+        goes to quarantine; a file of another size is a miss like any other (`size_of` tells them apart).
         """
         fd = self._open(content_hash)
         if fd is None:
@@ -122,18 +150,70 @@ class TensorCache:
             return None
         return found.st_size if stat.S_ISREG(found.st_mode) else None
 
-    def discard(self, content_hash: int, reason: str) -> None:
-        """Remove a bad entry, saying why (at WARNING), so that the next push stores it anew.
+    def used(self, fd: int) -> None:
+        """Note in the entry's time of access that it was of use just now: a file system leaves that out most times
+        (``relatime`` in mount(8)). Its time of modification stays. Nothing if it cannot be noted.
+        """
+        with contextlib.suppress(OSError):
+            os.utime(fd, ns=(time.time_ns(), os.fstat(fd).st_mtime_ns))
 
-        Only files and symbolic links are removed; a directory of that name is left alone.
+    def quarantine(self, content_hash: int, reason: str, fd: int | None = None) -> bool:
+        """Move a bad entry out of the way, saying why (at WARNING), so that the next push stores it anew.
+
+        With ``fd``, an open descriptor of the bad file, only that file: one that replaced it meanwhile stays. What
+        cannot be moved (a directory, or for want of permission) stays where it is, which is logged once for each name
+        and reason. Whether it was moved.
         """
         path = self.path_for(content_hash)
+        bad = os.fstat(fd) if fd is not None else None
         try:
-            path.unlink(missing_ok=True)
+            where = move_aside(path, lambda found: bad is None or os.path.samestat(found, bad))
         except OSError as error:
-            logger.warning("cache entry %s: %s; it cannot be removed: %s", path, reason, error.strerror or error)
+            why = error.strerror or str(error)
+            self._once(content_hash, reason, "cache entry %s: %s; it cannot be moved away: %s", path, reason, why)
+            return False
+        if where is not None:
+            logger.warning("cache entry %s: %s; moved to %s", path, reason, where)
+        return where is not None
+
+    def failed(self, content_hash: int, fd: int, error: OSError) -> None:
+        """Reading the open entry ``fd`` failed: to quarantine with it if that is the entry's fault, else log it."""
+        if isinstance(error, EntryChanged) or error.errno in _BAD_ENTRY:
+            self.quarantine(content_hash, f"it cannot be read: {error.strerror or error}", fd)
         else:
-            logger.warning("cache entry %s: %s; removed", path, reason)
+            logger.warning("cache entry %s cannot be read: %s", self.path_for(content_hash), error)
+
+    def look_into(self, content_hash: int, nbytes: int) -> None:
+        """After a miss: if there is an entry of another size than ``nbytes``, find out whether it is a bad one, which
+        would be missed for ever, and move that to quarantine. One that hashes to its name is only read once.
+        """
+        size = self.size_of(content_hash)
+        if size is None or size == nbytes:
+            return
+        fd = self.lookup(content_hash, size)
+        if fd is None:
+            return
+        try:
+            found = os.fstat(fd)
+            identity = (content_hash, found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+            if identity not in self._sound and self.proved(content_hash, fd, size):
+                if len(self._sound) >= _REMEMBERED:
+                    self._sound.clear()
+                self._sound.add(identity)
+        finally:
+            os.close(fd)
+
+    def proved(self, content_hash: int, fd: int, nbytes: int) -> bool:
+        """Whether the ``nbytes`` bytes of the open entry are what its name says. If not, it goes to quarantine."""
+        path = str(self.path_for(content_hash))
+        try:
+            actual = hash_payload(FileRange(fd, 0, nbytes, path))
+        except WeightwireError as error:
+            self.quarantine(content_hash, f"it cannot be read: {error}", fd)
+            return False
+        if actual != content_hash:
+            self.quarantine(content_hash, NOT_ITS_NAME, fd)
+        return actual == content_hash
 
     def writer(self) -> CacheWriter:
         """A new entry whose hash is not known yet; see `CacheWriter`. Never raises for what the disk does."""
@@ -159,11 +239,39 @@ class TensorCache:
             if fd is None:
                 return False
             try:
-                return _same(fd, view)
-            except OSError:
-                return False
+                return same_bytes(fd, view)
             finally:
                 os.close(fd)
+
+    def holds_file(self, content_hash: int, fd: int, nbytes: int) -> bool:
+        """Whether the entry is there with exactly the ``nbytes`` bytes of the open file ``fd``. Any failure counts as
+        no.
+        """
+        if self.size_of(content_hash) != nbytes:
+            return False
+        entry = self._open(content_hash)
+        if entry is None:
+            return False
+        try:
+            for start in range(0, nbytes, _PIECE):
+                piece = os.pread(fd, min(_PIECE, nbytes - start), start)
+                if not piece or piece != os.pread(entry, len(piece), start):
+                    return False
+        except OSError:
+            return False
+        finally:
+            os.close(entry)
+        return True
+
+    def _once(self, content_hash: int, what: str, message: str, *arguments: object) -> None:
+        """Log at WARNING what stays true, once for each entry."""
+        key = (content_hash, what)
+        if key in self._stuck:
+            return
+        if len(self._stuck) >= _REMEMBERED:
+            self._stuck.clear()
+        self._stuck.add(key)
+        logger.warning(message, *arguments)
 
     def written(self) -> None:
         """Note that an entry could be written: the next failure is news again."""
@@ -214,24 +322,30 @@ class TensorCache:
         except FileNotFoundError:
             return None
         except OSError as error:
-            if path.is_symlink():
-                logger.warning("cache entry %s is a symbolic link; not used", path)
+            why = "it is a symbolic link" if error.errno == errno.ELOOP else f"it cannot be opened: {error.strerror}"
+            if error.errno in _BAD_ENTRY:
+                self.quarantine(content_hash, why)
             else:
-                logger.warning("cache entry %s cannot be opened: %s", path, error.strerror or error)
+                self._once(content_hash, why, "cache entry %s: %s", path, why)
             return None
         if not stat.S_ISREG(os.fstat(fd).st_mode):
+            self.quarantine(content_hash, "it is not a regular file", fd)
             os.close(fd)
-            logger.warning("cache entry %s is not a regular file; left alone", path)
             return None
         return fd
 
 
-def _same(fd: int, view: memoryview) -> bool:
-    for start in range(0, view.nbytes, _PIECE):
-        piece = view[start : start + _PIECE]
-        found = os.pread(fd, piece.nbytes, start)
-        if len(found) != piece.nbytes or first_difference(found, piece) >= 0:
-            return False
+def same_bytes(fd: int, payload: Buffer) -> bool:
+    """Whether the file starts with exactly the bytes of ``payload``. Any failure to read it counts as no."""
+    with memoryview(payload) as whole, whole.cast("B") as view:
+        for start in range(0, view.nbytes, _PIECE):
+            piece = view[start : start + _PIECE]
+            try:
+                found = os.pread(fd, piece.nbytes, start)
+            except OSError:
+                return False
+            if len(found) != piece.nbytes or first_difference(found, piece) >= 0:
+                return False
     return True
 
 
@@ -285,14 +399,26 @@ class CacheWriter:
             self._cache.lost("writing", error)
             self.abort()
 
-    def commit(self, content_hash: int) -> bool:
-        """Sync the file and give it the name of ``content_hash``, replacing a file or link of that name."""
+    @property
+    def fd(self) -> int:
+        """The temporary file, open for writing and reading; -1 when there is none (any more)."""
+        return self._fd
+
+    def commit(self, content_hash: int, still: Callable[[], bool] = lambda: True) -> bool:
+        """Sync the file and give it the name of ``content_hash``, replacing a file or link of that name.
+
+        ``still`` is asked after the sync, which may take long, whether the entry is still wanted. Whether the entry is
+        in place.
+        """
         if self._fd < 0:
             return False
         path = self._cache.path_for(content_hash)
         try:
             os.fchmod(self._fd, 0o666 & ~_umask())
             os.fsync(self._fd)
+            if not still():
+                self.abort()
+                return False
             os.replace(self._temp, path)
         except OSError as error:
             self._cache.lost(f"storing {path.name}", error)
@@ -312,6 +438,14 @@ class CacheWriter:
         if temp:
             with contextlib.suppress(OSError):
                 os.unlink(temp)
+
+    def unlink(self) -> None:
+        """Remove the temporary file's name and nothing else, from another thread than the one that writes: for who
+        cannot wait for the disk. What is written is lost.
+        """
+        if self._temp:
+            with contextlib.suppress(OSError):
+                os.unlink(self._temp)
 
 
 def _umask() -> int:

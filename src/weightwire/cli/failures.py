@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import traceback
 from collections.abc import Iterator
@@ -13,6 +14,8 @@ import click
 from weightwire.cli.output import StdoutClosed, StdoutFailed, note, object_, printable
 from weightwire.errors import (
     AllocationError,
+    CacheError,
+    CacheUnavailable,
     CompletionError,
     ConfigError,
     IntegrityError,
@@ -38,6 +41,7 @@ __all__ = [
     "by_signal",
     "cannot_here",
     "debug",
+    "error_facts",
     "say",
 ]
 
@@ -80,7 +84,9 @@ def as_failure(error: Exception) -> Failure:
         return Failure(error, USAGE)
     if isinstance(error, IntegrityError):
         return Failure(error, CONTENT)
-    if isinstance(error, StdoutFailed):
+    if isinstance(error, (StdoutFailed, CacheUnavailable)):
+        return Failure(error, ENVIRONMENT)
+    if isinstance(error, CacheError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return Failure(error, ENVIRONMENT)
     if isinstance(error, WeightwireError):
         # Including a ModelError: one raised before the transfer has been turned into a usage failure already.
@@ -147,11 +153,12 @@ def say(error: Exception, *, json: bool) -> int:
     if json:
         # Where stdout is gone, the exit code and stderr have said it already.
         with suppress(StdoutClosed, StdoutFailed):
-            object_({"error": _facts(failure)})
+            object_({"error": error_facts(failure)})
     return failure.code
 
 
-def _facts(failure: Failure) -> dict[str, Any]:
+def error_facts(failure: Failure) -> dict[str, Any]:
+    """The members of an error's object."""
     error = failure.error
     facts: dict[str, Any] = {
         "type": failure.kind,
@@ -164,8 +171,12 @@ def _facts(failure: Failure) -> dict[str, Any]:
         names = ("path", "offset")
     elif isinstance(error, IntegrityError):
         names = ("name", "expected", "actual")
+    elif isinstance(error, CacheError):
+        names = ("path", "errno")
     elif isinstance(error, AllocationError):
         names = ("nbytes",)
+    elif isinstance(error, CacheUnavailable):
+        names = ("endpoint",)
     elif isinstance(error, VersionError):
         names = ("ours", "theirs")
     elif isinstance(error, TransferTimeout):

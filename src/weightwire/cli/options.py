@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from weightwire import __version__
 from weightwire.cli.output import line
-from weightwire.config import TRANSPORTS, parse_seconds, parse_size, parse_version
+from weightwire.config import MAX_THREADS, TRANSPORTS, parse_seconds, parse_size, parse_version
 from weightwire.errors import ConfigError
 
 __all__ = [
@@ -18,11 +18,19 @@ __all__ = [
     "SIZE",
     "VERSION",
     "check_protocol",
+    "drop_behind",
+    "endpoints",
     "help_",
     "include",
+    "include_each",
     "json_output",
+    "layers_each",
+    "no_index",
+    "no_mmap",
     "protocol",
     "quiet",
+    "targets_of",
+    "threads",
     "timeout",
     "transport",
     "version",
@@ -32,6 +40,8 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 if TYPE_CHECKING:
+    from weightwire.client import Target
+
     _ParamType = click.ParamType[Any]  # generic in newer click, and only there
 else:
     _ParamType = click.ParamType
@@ -60,6 +70,13 @@ def _pattern(text: str) -> str:
     return text
 
 
+def _layers(text: str) -> str:
+    from weightwire.client.layers import parse_layers
+
+    parse_layers(text)
+    return text
+
+
 def _version(text: str) -> str:
     from weightwire.wire.dialect import described_version
 
@@ -72,6 +89,7 @@ SIZE = _Parsed("size", parse_size)
 SECONDS = _Parsed("seconds", parse_seconds)
 VERSION = _Parsed("version", _version)
 PATTERN = _Parsed("regex", _pattern)
+LAYERS = _Parsed("layers", _layers)
 
 
 def check_protocol(version: str | None, variable: str) -> None:
@@ -169,3 +187,90 @@ def include(function: _F) -> _F:
     return click.option(
         "--include", type=PATTERN, metavar="REGEX", help="Only tensors in whose name this regular expression is found."
     )(function)
+
+
+def endpoints(function: _F) -> _F:
+    """One ``HOST:PORT`` or more."""
+    return click.argument("endpoints", metavar="HOST:PORT...", nargs=-1, required=True)(function)
+
+
+def include_each(function: _F) -> _F:
+    """``--include`` of a verb that takes several endpoints: once for all, or once for each."""
+    return click.option(
+        "--include",
+        type=PATTERN,
+        metavar="REGEX",
+        multiple=True,
+        help="Only tensors in whose name this regular expression is found. With several servers: once for all of them, "
+        "or once for each in their order.",
+    )(function)
+
+
+def layers_each(function: _F) -> _F:
+    """``--layers``, likewise."""
+    return click.option(
+        "--layers",
+        type=LAYERS,
+        metavar="N-M",
+        multiple=True,
+        help="Only tensors of these layers, such as 20-39, 7, 20-, -19 or 0-9,other: 'other' is what belongs to no "
+        "layer. With several servers: once for all of them, or once for each in their order.",
+    )(function)
+
+
+def threads(function: _F) -> _F:
+    """``--threads``."""
+    return click.option(
+        "--threads",
+        type=click.IntRange(0, MAX_THREADS),
+        metavar="N",
+        help="Threads that hash ahead for the server's cache; 0: none but the one that sends. [GGML_RPC_LOAD_THREADS; "
+        "default: one for each CPU, at most 8]",
+    )(function)
+
+
+def no_index(function: _F) -> _F:
+    """``--no-index``."""
+    return click.option(
+        "--no-index", is_flag=True, help="Hash anew, and remember nothing. [WEIGHTWIRE_INDEX=off does the same]"
+    )(function)
+
+
+def drop_behind(function: _F) -> _F:
+    """``--drop-behind``."""
+    return click.option(
+        "--drop-behind",
+        is_flag=True,
+        help="Give the memory that caches the model's files back as they are sent: for a model larger than memory.",
+    )(function)
+
+
+def no_mmap(function: _F) -> _F:
+    """``--no-mmap``."""
+    return click.option(
+        "--no-mmap",
+        is_flag=True,
+        help="Read the model's files in large blocks, instead of having the kernel send them.",
+    )(function)
+
+
+def targets_of(endpoints: Sequence[str], include: Sequence[str], layers: Sequence[str]) -> list[Target]:
+    """The targets that a command line names. Raises ConfigError as `as_targets` does, and unless there is one
+    expression, and one choice of layers, for all of them, or one for each.
+    """
+    from weightwire.client import Target
+    from weightwire.client.crew import as_targets
+
+    for option, given in (("--include", include), ("--layers", layers)):
+        if len(given) not in (0, 1, len(endpoints)):
+            raise ConfigError(
+                f"{option} is given {len(given)} times, for {len(endpoints)} server{'s' if len(endpoints) > 1 else ''}",
+                hint="give it once for all servers, or once for each in their order",
+            )
+
+    def of(given: Sequence[str], number: int) -> str | None:
+        return None if not given else given[number if len(given) > 1 else 0]
+
+    return as_targets(
+        [Target(endpoint, of(include, number), of(layers, number)) for number, endpoint in enumerate(endpoints)]
+    )

@@ -1,30 +1,65 @@
-"""``weightwire push``: a model to a server."""
+"""``weightwire push``: a model to a server, or to several."""
 
 from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from weightwire.cli.failures import as_usage
-from weightwire.cli.options import check_protocol, help_, include, json_output, protocol, quiet, timeout, transport
+from weightwire.cli.options import (
+    check_protocol,
+    drop_behind,
+    endpoints,
+    help_,
+    include_each,
+    json_output,
+    layers_each,
+    no_index,
+    no_mmap,
+    protocol,
+    quiet,
+    targets_of,
+    threads,
+    timeout,
+    transport,
+)
 from weightwire.cli.output import line, object_
 from weightwire.cli.progress import Progress, choose_display
-from weightwire.cli.report import push_lines, push_object
-from weightwire.config import CACHE_MODES, ClientConfig
+from weightwire.cli.report import push_lines, push_object, say_all
+from weightwire.config import CACHE_MODES, ClientConfig, LoadConfig
+
+if TYPE_CHECKING:
+    from weightwire.client import Pushed, Target
+    from weightwire.model import Model
 
 __all__ = ["push"]
 
 
 @click.command(add_help_option=False)
 @click.argument("model", metavar="MODEL")
-@click.argument("endpoint", metavar="HOST:PORT")
+@endpoints
 @click.option(
     "--cache",
     type=click.Choice(CACHE_MODES),
     help="Ask the server's tensor cache first: auto does if the server says it has one, always is for stock servers "
     "started with -c, which cannot say. [WEIGHTWIRE_CACHE; default: auto]",
 )
-@include
+@include_each
+@layers_each
 @click.option("--verify", is_flag=True, help="Read every tensor back and compare.")
+@click.option(
+    "--probe/--no-probe",
+    default=None,
+    help="After a hit of the server's cache see whether it has filled the tensor's ends, too. [default: with --cache "
+    "always]",
+)
+@drop_behind
+@no_mmap
+@threads
+@no_index
 @timeout
 @protocol
 @transport
@@ -33,45 +68,119 @@ __all__ = ["push"]
 @help_
 def push(
     model: str,
-    endpoint: str,
+    endpoints: tuple[str, ...],
     cache: str | None,
-    include: str | None,
+    include: tuple[str, ...],
+    layers: tuple[str, ...],
     verify: bool,
+    probe: bool | None,
+    drop_behind: bool,
+    no_mmap: bool,
+    threads: int | None,
+    no_index: bool,
     timeout: float | None,
     protocol: str | None,
     transport: str | None,
     as_json: bool,
     quiet: bool,
-) -> None:
-    """Push the tensors of MODEL to the server at HOST:PORT.
+) -> int:
+    """Push the tensors of MODEL to the server at HOST:PORT, or to several servers at once.
 
     MODEL is a GGUF or safetensors file, any file of a split one, or a folder with one model in it. It is checked before
-    anything is sent.
+    anything is sent. With several servers each tensor is read and hashed once for all of them, and one that fails does
+    not stop the others.
 
     Unless the server retains tensors, they last as long as this command's connection; what lasts is its cache.
     """
-    from weightwire.client import connect
-    from weightwire.client.plan import compile_include, select
+    from weightwire.client.fanout import chosen_for
     from weightwire.model import open_model
 
     config = ClientConfig.resolve(timeout=timeout, protocol=protocol, cache=cache, transport=transport)
     check_protocol(config.protocol, "WEIGHTWIRE_PROTOCOL")
+    LoadConfig.resolve(threads=threads)  # a variable that cannot be used is heard of before a server is
+    targets = targets_of(endpoints, include, layers)
+    options: dict[str, Any] = {
+        "cache": config.cache,
+        "verify": verify,
+        "probe": probe,
+        "threads": threads,
+        "index": False if no_index else None,
+        "drop_behind": drop_behind,
+        "read": "read" if no_mmap else "auto",
+    }
     with as_usage():
         opened = open_model(model)
     with opened:
         with as_usage():
             # Before a server hears of it.
-            total = sum(tensor.nbytes for tensor in select(opened, compile_include(include)))
-        with connect(
-            endpoint, timeout=config.timeout, protocol=config.protocol, transport=config.transport
-        ) as connection:
-            then = "verifying" if verify else ""
-            with Progress("pushing", total, choose_display(quiet), then=then) as progress:
-                result = connection.push(
-                    opened, cache=config.cache, verify=verify, include=include, progress=progress.report
-                )
-            if as_json:
-                object_(push_object(connection, result.summary))
-            else:
-                for text in push_lines(connection, result.summary):
-                    line(text)
+            totals = [sum(tensor.nbytes for tensor in chosen_for(opened, target)) for target in targets]
+        if len(targets) > 1:
+            return _push_to_all(opened, targets, sum(totals), config, options, as_json, quiet)
+        _push_to_one(opened, targets[0], totals[0], config, options, as_json, quiet)
+        return 0
+
+
+def _push_to_one(
+    model: Model,
+    target: Target,
+    total: int,
+    config: ClientConfig,
+    options: dict[str, Any],
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    from weightwire.client import connect
+
+    with connect(
+        target.endpoint, timeout=config.timeout, protocol=config.protocol, transport=config.transport
+    ) as connection:
+        then = "verifying" if options["verify"] else ""
+        with Progress("pushing", total, choose_display(quiet), then=then) as progress:
+            result = connection.push(
+                model, include=target.include, layers=target.layers, progress=progress.report, **options
+            )
+        if as_json:
+            object_(push_object(connection, result.summary))
+        else:
+            for text in push_lines(connection, result.summary):
+                line(text)
+
+
+def _push_to_all(
+    model: Model,
+    targets: Sequence[Target],
+    total: int,
+    config: ClientConfig,
+    options: dict[str, Any],
+    as_json: bool,
+    quiet: bool,
+) -> int:
+    from weightwire.client import push_all
+
+    label = "pushing and verifying" if options["verify"] else "pushing"
+    started = time.monotonic()
+    with Progress(label, total, choose_display(quiet)) as progress:
+        pushed = push_all(
+            model,
+            targets,
+            progress=progress.report,
+            timeout=config.timeout,
+            protocol=config.protocol,
+            transport=config.transport,
+            **options,
+        )
+    seconds = time.monotonic() - started
+    with pushed:
+        reports = [_report(each, as_json) for each in pushed]
+        return say_all(reports, [target.endpoint for target in targets], seconds, json=as_json)
+
+
+def _report(pushed: Pushed, as_json: bool) -> dict[str, Any] | Exception:
+    if pushed.error is not None:
+        return pushed.error
+    assert pushed.connection is not None
+    assert pushed.result is not None
+    if not as_json:
+        for text in push_lines(pushed.connection, pushed.result.summary):
+            line(text)
+    return push_object(pushed.connection, pushed.result.summary)

@@ -1,15 +1,17 @@
-"""What a push did, as an object and as lines; ``push`` and ``demo`` say it alike."""
+"""What a push or a warming did, as an object and as lines; ``push`` and ``demo`` say it alike."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from weightwire.cli.output import gib_per_second, human_bytes, printable
+from weightwire.cli.failures import as_failure, error_facts, say
+from weightwire.cli.output import gib_per_second, human_bytes, object_, printable
 
 if TYPE_CHECKING:
-    from weightwire.client import Connection, PushSummary
+    from weightwire.client import Connection, PushSummary, Warmed, WarmSummary
 
-__all__ = ["carrier", "push_lines", "push_object"]
+__all__ = ["carrier", "push_lines", "push_object", "say_all", "warm_lines", "warm_object"]
 
 
 def push_object(connection: Connection, summary: PushSummary) -> dict[str, Any]:
@@ -26,6 +28,9 @@ def push_object(connection: Connection, summary: PushSummary) -> dict[str, Any]:
         "sent": summary.sent,
         "hits": summary.hits,
         "misses": summary.misses,
+        "corrupt_hits": summary.corrupt_hits,
+        "hashes_known": summary.hashes_known,
+        "threads": summary.threads,
         "verified": summary.verified,
         "seconds": round(summary.seconds, 6),
         "gib_per_s": gib_per_second(summary.bytes, _pushing(summary)),
@@ -41,17 +46,94 @@ def push_lines(connection: Connection, summary: PushSummary) -> list[str]:
         f"pushed {summary.tensors} tensors, {human_bytes(summary.bytes)}, to {printable(where)}",
         f"in {seconds:.2f} s, {gib_per_second(summary.bytes, seconds):.2f} GiB/s; {human_bytes(summary.sent)} sent",
     ]
-    if summary.hits or summary.misses:
-        lines.append(f"server's cache: {summary.hits} hits, {summary.misses} misses")
+    lines += _cache_lines(summary)
     if summary.verified:
         lines.append(f"every byte verified, in {summary.profile.verify_ns / 1e9:.2f} s")
     return lines
 
 
+def warm_object(warmed: Warmed, summary: WarmSummary) -> dict[str, Any]:
+    """The object that ``warm --json`` writes. ``gib_per_s`` is the tensors' bytes, sent or there, by the time."""
+    return {
+        "endpoint": warmed.endpoint,
+        "protocol": warmed.protocol,
+        "transport": dict(warmed.transport or {}),
+        "tensors": summary.tensors,
+        "bytes": summary.bytes,
+        "sent": summary.sent,
+        "hits": summary.hits,
+        "misses": summary.misses,
+        "corrupt_hits": summary.corrupt_hits,
+        "too_large": list(summary.too_large),
+        "hashes_known": summary.hashes_known,
+        "threads": summary.threads,
+        "seconds": round(summary.seconds, 6),
+        "gib_per_s": gib_per_second(summary.bytes, summary.seconds),
+        "profile": summary.profile.as_dict(),
+    }
+
+
+def warm_lines(warmed: Warmed, summary: WarmSummary) -> list[str]:
+    """The same for people."""
+    where = printable(f"{warmed.endpoint} (protocol {warmed.protocol}, {_carrier(warmed.transport or {})})")
+    if not summary.tensors:
+        return [f"nothing to warm at {where}: no tensor has more than 10 MiB, and only those are cached"]
+    there = summary.tensors - len(summary.too_large)
+    lines = [
+        f"warmed {where}: {there} tensors of {human_bytes(summary.bytes)} are in its cache"
+        if not summary.too_large
+        else f"warmed {where}: {there} of {summary.tensors} tensors are in its cache",
+        f"in {summary.seconds:.2f} s; {summary.hits} were there already, {human_bytes(summary.sent)} sent",
+    ]
+    if summary.corrupt_hits:
+        lines.append(f"{summary.corrupt_hits} entries were damaged or cut short, and have been sent anew")
+    return lines
+
+
+def say_all(
+    reports: Sequence[Mapping[str, Any] | Exception], endpoints: Sequence[str], seconds: float, *, json: bool
+) -> int:
+    """Report each server's failure on stderr, and with ``json`` one object of all on stdout: ``endpoints`` has each
+    one's own object (of a failure ``endpoint`` and ``error``), ``totals`` the sums. Returns the worst exit code.
+    """
+    code = 0
+    objects: list[Mapping[str, Any]] = []
+    for report, endpoint in zip(reports, endpoints, strict=True):
+        if isinstance(report, Exception):
+            code = max(code, say(report, json=False))
+            objects.append({"endpoint": endpoint, "error": error_facts(as_failure(report))})
+        else:
+            objects.append(report)
+    if json:
+        done = [report for report in reports if not isinstance(report, Exception)]
+        names = ("tensors", "bytes", "sent", "hits", "misses", "corrupt_hits")
+        totals: dict[str, Any] = {name: sum(report[name] for report in done) for name in names}
+        totals |= {
+            "failed": len(reports) - len(done),
+            "seconds": round(seconds, 6),
+            "gib_per_s": gib_per_second(totals["bytes"], seconds),
+        }
+        object_({"endpoints": objects, "totals": totals})
+    return code
+
+
 def carrier(connection: Connection) -> str:
     """What carries the bytes, in few words: ``"tcp"``, ``"rdma on rxe0"``."""
-    kind, device = connection.transport["kind"], connection.transport["device"]
+    return _carrier(connection.transport)
+
+
+def _carrier(transport: Mapping[str, object]) -> str:
+    kind, device = transport["kind"], transport["device"]
     return str(kind) if device is None else f"{kind} on {device}"
+
+
+def _cache_lines(summary: PushSummary) -> list[str]:
+    if not (summary.hits or summary.misses or summary.corrupt_hits):
+        return []
+    text = f"server's cache: {summary.hits} hits, {summary.misses} misses"
+    if summary.corrupt_hits:
+        text += f", {summary.corrupt_hits} filled wrongly and sent instead"
+    return [text]
 
 
 def _pushing(summary: PushSummary) -> float:

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from weightwire.cli import demo, hash_, info, push, serve
+from weightwire.cli import cache, demo, hash_, info, push, seed, serve, warm
 from weightwire.cli.failures import INTERRUPTED, PIPE_CLOSED, USAGE, as_failure, by_signal, debug, say
 from weightwire.cli.options import help_, version
 from weightwire.cli.output import StdoutClosed, check_stdout, note, occupy_standard_descriptors
@@ -133,7 +133,11 @@ def root(context: click.Context) -> None:
     cannot do it, 4 content wrong.
     """
     context.with_resource(_logging(context.invoked_subcommand))
+    if os.environ.get("WEIGHTWIRE_HASH"):  # refused before anything else happens
+        from weightwire.hashing import cpu_features
+
+        cpu_features()
 
 
-for _verb in (serve.serve, push.push, hash_.hash_, info.info, demo.demo):
+for _verb in (serve.serve, push.push, warm.warm, seed.seed, cache.cache, hash_.hash_, info.info, demo.demo):
     root.add_command(_verb)

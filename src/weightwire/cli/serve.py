@@ -16,7 +16,7 @@ import click
 from weightwire.cli.failures import ENVIRONMENT, Failure, by_signal, cannot_here
 from weightwire.cli.options import SIZE, VERSION, check_protocol, help_, json_output
 from weightwire.cli.output import line, object_
-from weightwire.config import RETAIN_MODES, TRANSPORTS, ServerConfig
+from weightwire.config import CACHE_VERIFY_MODES, RETAIN_MODES, TRANSPORTS, ServerConfig
 from weightwire.errors import ConfigError
 
 __all__ = ["serve"]
@@ -34,6 +34,12 @@ __all__ = ["serve"]
     "--cache",
     metavar="DIR",
     help="Keep a tensor cache in DIR itself, in stock form. [WEIGHTWIRE_SERVER_CACHE; default: no cache]",
+)
+@click.option(
+    "--cache-verify",
+    type=click.Choice(CACHE_VERIFY_MODES),
+    help="Check an entry's size and hash before it is used, or its size only. "
+    "[WEIGHTWIRE_SERVER_CACHE_VERIFY; default: content]",
 )
 @click.option(
     "--protocol",
@@ -66,6 +72,7 @@ def serve(
     host: str | None,
     port: int | None,
     cache: str | None,
+    cache_verify: str | None,
     protocol: str | None,
     retain: str | None,
     memory: int | None,
@@ -81,7 +88,14 @@ def serve(
     from weightwire.server import Server
 
     config = ServerConfig.resolve(
-        host=host, port=port, cache=cache, protocol=protocol, retain=retain, memory=memory, transport=transport
+        host=host,
+        port=port,
+        cache=cache,
+        cache_verify=cache_verify,
+        protocol=protocol,
+        retain=retain,
+        memory=memory,
+        transport=transport,
     )
     check_protocol(config.protocol, "WEIGHTWIRE_SERVER_PROTOCOL")
     directory = _cache_directory(config.cache) if config.cache is not None else None
@@ -91,6 +105,7 @@ def serve(
                 config.host,
                 config.port,
                 cache=directory,
+                cache_verify=config.cache_verify,
                 protocol=config.protocol,
                 retain=config.retain,
                 memory=config.memory,
@@ -119,6 +134,7 @@ def _announce(server: Any, config: ServerConfig, as_json: bool) -> None:
             "port": server.port,
             "protocol": config.protocol,
             "cache": config.cache,
+            "cache_verify": config.cache_verify,
             "retain": config.retain,
             "memory": config.memory,
             "transport": config.transport,

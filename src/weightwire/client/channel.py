@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from weightwire.transport.base import ByteStream
     from weightwire.wire.dialect import Dialect
 
-__all__ = ["MAX_OUTSTANDING", "Channel"]
+__all__ = ["MAX_OUTSTANDING", "Channel", "Request"]
 
 _log = logging.getLogger(__name__)
 
@@ -52,6 +52,17 @@ class _Expected(NamedTuple):
     tensor: str | None
     into: memoryview | None
     then: Callable[[bytes], None] | None
+
+
+class Request(NamedTuple):
+    """A request without its 9-byte head; ``nbytes`` of its answer's payload if the dialect does not say, and ``then``
+    gets the payload.
+    """
+
+    command: Command
+    payload: bytes
+    nbytes: int | None = None
+    then: Callable[[bytes], None] | None = None
 
 
 class Channel:
@@ -209,6 +220,19 @@ class Channel:
             raise self.explain(error, command.name, tensor=tensor, position="before", bytes_done=0) from error.__cause__
         if self.dialect.answered(command):
             self.expect(command, self.dialect.answer_bytes(command) or 0, tensor=tensor, then=then)
+
+    def post_all(self, requests: Sequence[Request], *, tensor: str) -> None:
+        """Send small requests about one tensor in one go; queue the answers of those that have one."""
+        parts = [request_header(each.command, len(each.payload)) + each.payload for each in requests]
+        try:
+            self.send(b"".join(parts), messages=len(parts))
+        except WeightwireError as error:
+            name = requests[-1].command.name if len(requests) == 1 else Command.SET_TENSOR_HASH.name
+            raise self.explain(error, name, tensor=tensor, position="before", bytes_done=0) from error.__cause__
+        for each in requests:
+            if self.dialect.answered(each.command):
+                nbytes = self.dialect.answer_bytes(each.command) if each.nbytes is None else each.nbytes
+                self.expect(each.command, nbytes or 0, tensor=tensor, then=each.then)
 
     def post_read(self, payload: bytes, into: memoryview, *, tensor: str) -> None:
         """Send GET_TENSOR, whose answer fills ``into`` when its turn comes."""

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Self
 from weightwire.client import device as devices
 from weightwire.client.channel import Channel
 from weightwire.client.device import DeviceMemory
-from weightwire.client.push import ModelSource, ProgressCallback, push
+from weightwire.client.options import IndexChoice, ProgressCallback, PushOptions
+from weightwire.client.push import ModelSource, push
 from weightwire.client.registered import RegisteredMemory, register
 from weightwire.client.remote import RemoteBuffer
 from weightwire.client.result import PushResult
@@ -173,17 +174,36 @@ class Connection:
         cache: str = "auto",
         verify: bool = False,
         include: str | None = None,
+        layers: str | None = None,
         progress: ProgressCallback | None = None,
         device: int = 0,
+        threads: int | None = None,
+        in_flight: int | None = None,
+        index: IndexChoice = None,
+        probe: bool | None = None,
+        drop_behind: bool = False,
+        read: str = "auto",
     ) -> PushResult:
         """Send a model's tensors to ``device`` and return them by name, once the server has them all.
 
         ``model`` is a path, a mapping of arrays, or what `open_model` gave. ``include`` is a regular expression
-        searched for in the names. ``cache`` says whether the server's tensor cache is asked for tensors over 10 MiB,
-        and told to keep them: ``"auto"`` if the server said that it has one, ``"always"`` (for stock servers, which
-        cannot say), ``"never"``. ``verify`` reads every tensor back and compares. ``progress(name, done, total)``, in
-        bytes of the whole push, is called after each tensor and every 64 MiB within one, and with ``verify`` once more
-        from zero while the tensors come back; it must not use this connection, except to close it.
+        searched for in the names; ``layers`` (``"20-39"``, ``"7"``, ``"other"``, several with commas) chooses by the
+        number of the layer in the name. ``progress(name, done, total)``, in bytes of the whole push, is called after
+        each tensor and every 64 MiB within one, and with ``verify`` once more from zero while the tensors come back; it
+        must not use this connection, except to close it. ``drop_behind`` drops a file's pages from the page cache,
+        tensor by tensor, when they have been sent (and verified). ``read`` says how files are read: ``"mmap"`` leaves
+        it to the kernel, which sends out of its page cache, ``"read"`` reads large blocks into memory first, and
+        ``"auto"`` is ``"mmap"``, with 32 MiB asked for ahead where the file lies beyond a network.
+
+        ``cache`` says whether the server's tensor cache is asked for tensors over 10 MiB, and told to keep them:
+        ``"auto"`` if the server said that it has one, ``"always"`` (for stock servers, which cannot say), ``"never"``.
+        Their hashes come out of ``index`` (a path or `HashIndex`; None: the user's own; False: none), which learns
+        those it lacks once the push has succeeded; with it a tensor that the server has is not read. What is not known
+        is hashed by ``threads`` threads (None: GGML_RPC_LOAD_THREADS, else as many as there are CPUs for this process,
+        at most 8; 0: the thread that sends), at most ``in_flight`` bytes ahead (None: WEIGHTWIRE_IN_FLIGHT, else 256
+        MiB; a larger tensor by itself). ``probe`` makes the ends of a tensor wrong before the cache is asked, and
+        looks at them after a hit, so that a file cut short is noticed (None: with ``"always"``). ``verify`` reads
+        every tensor back and compares. What the cache has filled wrongly, as either finds, is sent and counted.
 
         Everything that can be checked is checked before the first tensor goes: ConfigError for a bad argument,
         ModelError for a model that cannot be read, AllocationError where the server cannot hold it. Then ModelError
@@ -194,11 +214,20 @@ class Connection:
             self._channel,
             self.server_has_cache,
             model,
-            cache=cache,
-            verify=verify,
-            include=include,
-            progress=progress,
-            device=device,
+            PushOptions(
+                cache=cache,
+                verify=verify,
+                include=include,
+                layers=layers,
+                progress=progress,
+                device=device,
+                threads=threads,
+                in_flight=in_flight,
+                index=index,
+                probe=probe,
+                drop_behind=drop_behind,
+                read=read,
+            ),
         )
 
     def register(self, buffer: Data) -> RegisteredMemory:

@@ -9,6 +9,7 @@ from typing import Final
 
 from weightwire.client import device as devices
 from weightwire.client.channel import MAX_OUTSTANDING, Channel
+from weightwire.client.layers import Layers
 from weightwire.client.layout import lay_out
 from weightwire.client.remote import RemoteBuffer, RemoteTensor
 from weightwire.errors import ConfigError, ModelError, ProtocolError
@@ -43,20 +44,29 @@ def compile_include(include: str | None) -> re.Pattern[str] | None:
     raise ConfigError(f"include: {reprlib.repr(include)} is not a regular expression: {reason}", hint=_EXPRESSIONS)
 
 
-def select(model: Model, include: re.Pattern[str] | None) -> list[ModelTensor]:
-    """The model's tensors that ``include`` finds (anywhere in the name), in the model's order, each checked.
+def select(model: Model, include: re.Pattern[str] | None, layers: Layers | None = None) -> list[ModelTensor]:
+    """The model's tensors that ``include`` finds (anywhere in the name) and that are of ``layers``, in the model's
+    order, each checked.
 
     Raises ModelError for a model without tensors or with one whose bytes are not what it says, ConfigError if nothing
-    is found.
+    is found, by both together or by one of the ranges of ``layers``.
     """
     where = model.path or ""
     if not model.tensors:
         raise ModelError("there is no tensor in it", path=where)
-    chosen = [tensor for name, tensor in model.tensors.items() if include is None or include.search(name)]
-    if not chosen and include is not None:
+    if layers is not None:
+        layers.check(model.tensors)
+    found = [tensor for name, tensor in model.tensors.items() if include is None or include.search(name)]
+    if not found and include is not None:
         raise ConfigError(
             f"include: {include.pattern!r} is in none of the {len(model.tensors)} tensor names",
             hint=f"the first is {next(iter(model.tensors))!r}",
+        )
+    chosen = [tensor for tensor in found if layers is None or layers.holds(tensor.name)]
+    if not chosen:
+        raise ConfigError(
+            f"layers: none of the {len(found)} tensors that include finds is of these layers",
+            hint=f"the first that include finds is {found[0].name!r}; both have to match",
         )
     for tensor in chosen:
         if tensor.payload.nbytes != tensor.nbytes:

@@ -14,8 +14,10 @@ __all__ = ["PushResult", "PushSummary"]
 @dataclass(frozen=True, slots=True)
 class PushSummary:
     """What a push did. ``bytes`` is what the tensors hold and ``sent`` what of it crossed the wire; ``hits`` and
-    ``misses`` count the tensors that the server's cache had and had not; ``verified`` says that every byte was read
-    back and compared.
+    ``misses`` count the tensors that the server's cache had and had not, ``corrupt_hits`` those that it filled wrongly
+    and that were sent therefore. ``hashes_known`` counts tensors whose hash the index knew, so that they were not read
+    to be asked about; ``threads`` hashed the others (0: the one that sends did). ``verified`` says that every byte was
+    read back and compared.
     """
 
     tensors: int
@@ -23,6 +25,9 @@ class PushSummary:
     sent: int
     hits: int
     misses: int
+    corrupt_hits: int
+    hashes_known: int
+    threads: int
     verified: bool
     seconds: float
     profile: LoadProfile

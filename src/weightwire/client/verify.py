@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from weightwire.client.channel import Channel
+from weightwire.client.dropping import Claim
 from weightwire.client.remote import READ_CHUNK, Piece, RemoteTensor, read_pieces
 from weightwire.errors import IntegrityError, ModelError
 from weightwire.ranges import FileRange
@@ -26,21 +27,26 @@ def verify_tensors(
     tensors: Sequence[RemoteTensor],
     sources: Sequence[Source],
     *,
-    hint: Callable[[RemoteTensor], str],
+    hint: str,
     tell: Callable[[str, int], None] | None = None,
-) -> None:
+    spared: Collection[int] = (),
+    claim: Claim | None = None,
+) -> list[int]:
     """Compare every tensor, byte for byte, with its source; at most two chunks of `READ_CHUNK` bytes are held.
 
     ``tell(name, done)``, in bytes of all tensors, is called after each tensor and every `TELL_EVERY` bytes within one.
 
-    Raises IntegrityError for the first difference (its ``hint`` comes from the callback), with the connection still
-    in step, and ModelError where the source cannot be read. For a caller inside `Channel.exclusive` with nothing
-    outstanding.
+    ``claim`` hears of every tensor whose source has been read and was not found to differ.
+
+    Returns the numbers of those among ``spared`` that differ. Raises IntegrityError, with ``hint``, for the first
+    difference in any other, with the connection still in step, and ModelError where the source cannot be read. For a
+    caller inside `Channel.exclusive` with nothing outstanding.
     """
     longest = min(max((tensor.nbytes for tensor in tensors), default=0), READ_CHUNK)
     received = memoryview(bytearray(longest))
     scratch = memoryview(bytearray(longest))
-    source_of = {id(tensor): source for tensor, source in zip(tensors, sources, strict=True)}
+    number_of = {id(tensor): number for number, tensor in enumerate(tensors)}
+    wrong: list[int] = []
     wanted = (
         Piece(tensor, start, received[: min(READ_CHUNK, tensor.nbytes - start)])
         for tensor in tensors
@@ -49,9 +55,13 @@ def verify_tensors(
     done = told = 0
     for piece in read_pieces(channel, wanted):
         current = piece.tensor
-        expected = _bytes_at(source_of[id(current)], piece.offset, scratch[: piece.into.nbytes])
+        number = number_of[id(current)]
+        expected = _bytes_at(sources[number], piece.offset, scratch[: piece.into.nbytes])
         at = first_difference(piece.into, expected)
-        if at >= 0:
+        if at >= 0 and number in spared:
+            if not wrong or wrong[-1] != number:
+                wrong.append(number)
+        elif at >= 0:
             theirs = bytes(piece.into[at : at + _SHOWN])
             ours = bytes(expected[at : at + _SHOWN])
             channel.settle()
@@ -61,13 +71,16 @@ def verify_tensors(
                 name=current.name,
                 expected=ours.hex(" "),
                 actual=theirs.hex(" "),
-                hint=hint(current),
+                hint=hint,
             )
         done += piece.into.nbytes
         whole = piece.offset + piece.into.nbytes == current.nbytes
+        if claim is not None and whole and (not wrong or wrong[-1] != number):
+            claim.done(number)
         if tell is not None and (whole or done - told >= TELL_EVERY):
             told = done
             tell(current.name, done)
+    return wrong
 
 
 def _bytes_at(source: Source, offset: int, scratch: memoryview) -> memoryview:

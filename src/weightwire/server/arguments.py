@@ -7,10 +7,10 @@ import os
 from pathlib import Path
 
 from weightwire.cache.store import TensorCache, checked_directory
-from weightwire.config import parse_host, shown
+from weightwire.config import CACHE_VERIFY_MODES, parse_host, shown
 from weightwire.errors import ConfigError
 
-__all__ = ["cache_place", "host_name", "whole_number"]
+__all__ = ["cache_check", "cache_place", "host_name", "whole_number"]
 
 
 def host_name(value: object) -> str:
@@ -45,3 +45,16 @@ def cache_place(value: object) -> Path | TensorCache | None:
     if not isinstance(value, (str, os.PathLike)):
         raise ConfigError(f"cache={shown(value)} is neither a path nor a TensorCache")
     return checked_directory(value)
+
+
+def cache_check(cache: object, value: object) -> str:
+    """What is checked of the entries in a directory; ``"content"`` if nothing is said."""
+    if value is None:
+        return "content"
+    if value not in CACHE_VERIFY_MODES:
+        raise ConfigError(f"cache_verify={shown(value)}", hint=f"one of {', '.join(CACHE_VERIFY_MODES)}")
+    if isinstance(cache, TensorCache):
+        raise ConfigError(
+            "cache_verify is for a directory", hint="a TensorCache takes it: TensorCache(dir, verify=...)"
+        )
+    return str(value)

@@ -9,6 +9,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
+from weightwire.cache.saving import Save, Saver
 from weightwire.errors import WeightwireError
 from weightwire.server.capacity import MAX_BUFFERS, AddressSpace, Capacity
 from weightwire.server.coverage import Coverage
@@ -27,7 +28,9 @@ MAX_CLIENT_BUFFERS: Final = 4096
 
 
 class Block:
-    """A destination and how many need it: its buffer, and every listed tensor in it. Thread-safe."""
+    """A destination and how many need it: its buffer, and every listed tensor in it. Thread-safe, but for what is being
+    kept of it, which is its session's own.
+    """
 
     def __init__(self, destination: Destination, nbytes: int, capacity: Capacity, job: PopulateJob | None) -> None:
         self.destination = destination
@@ -36,6 +39,7 @@ class Block:
         self._capacity = capacity
         self._job = job
         self._users = 1
+        self._saves: list[tuple[int, int, Save]] = []
         self._lock = threading.Lock()
         # Only this very class writes by memcpy and by nothing else; see HostMemory.
         self.direct: HostMemory | None = destination if type(destination) is HostMemory else None
@@ -47,6 +51,22 @@ class Block:
         """Data up to offset ``end`` is about to come."""
         if self._job is not None:
             self._job.reached(end)
+
+    def keep(self, start: int, save: Save) -> None:
+        """The tensor from byte ``start`` on is being written to the cache from this memory."""
+        self._saves.append((start, start + save.nbytes, save))
+
+    def kept(self, start: int, nbytes: int) -> bool:
+        """Whether some of that range is needed for the cache at this moment."""
+        self._saves = [entry for entry in self._saves if entry[2].window is not None]
+        return any(low < start + nbytes and start < high for low, high, _ in self._saves)
+
+    def about_to_write(self, start: int, nbytes: int) -> None:
+        """Must be called before any byte of the range changes: waits until the cache has what it needs of it."""
+        if self._saves and self.kept(start, nbytes):
+            for low, high, save in self._saves:
+                if low < start + nbytes and start < high:
+                    save.settle()
 
     def hold(self) -> None:
         """One more needs the destination."""
@@ -224,8 +244,10 @@ class BufferTable:
         registry: Registry,
         populator: Populator,
         destination: Callable[[int, int], Destination],
+        saver: Saver | None = None,
     ) -> None:
         self.registry = registry
+        self._saver = saver
         self._capacity = capacity
         self._populator = populator
         self._destination = destination
@@ -259,7 +281,7 @@ class BufferTable:
         if len(self._buffers) >= MAX_CLIENT_BUFFERS:
             logger.info("a buffer of %d bytes refused: the client holds %d buffers", nbytes, MAX_CLIENT_BUFFERS)
             return None
-        if not self._capacity.take(nbytes):
+        if not self._take(nbytes):
             if self._capacity.crowded:
                 logger.info("a buffer of %d bytes refused: all clients together hold %d buffers", nbytes, MAX_BUFFERS)
             else:
@@ -285,6 +307,16 @@ class BufferTable:
             return None
         buffer = self._buffers[handle] = Buffer(handle, base, nbytes, block, self)
         return buffer
+
+    def _take(self, nbytes: int) -> bool:
+        """Reserve the memory of a buffer, if need be once the cache has what it needs of buffers that are gone."""
+        if self._capacity.take(nbytes):
+            return True
+        saver = self._saver
+        if saver is None or not saver.unwritten:
+            return False
+        saver.wait(lambda: not saver.unwritten)
+        return self._capacity.take(nbytes)
 
     def _make(self, nbytes: int, device: int) -> Block | None:
         """The memory of a buffer, or None. Whatever it raises, nothing is left of what it had made."""
@@ -345,9 +377,15 @@ class BufferTable:
             )
         return Located(tensor, buffer, start, nbytes)
 
-    def free(self, handle: int) -> None:
-        """Give a buffer back. BadRequest if there is none."""
+    def free(self, handle: int, *, settle: bool = True) -> None:
+        """Give a buffer back. BadRequest if there is none.
+
+        With ``settle`` its memory is free afterwards, as far as the cache is concerned. Without, what is being kept of
+        it is kept, and it is free after that.
+        """
         buffer = self.get(handle)
+        if settle and buffer.block is not None:
+            buffer.block.about_to_write(0, buffer.nbytes)
         del self._buffers[handle]
         self._space.vacate(buffer.base)
         if self.registry.keep:
@@ -362,7 +400,7 @@ class BufferTable:
     def free_all(self) -> None:
         """Give everything back: the client has gone."""
         for handle in list(self._buffers):
-            self.free(handle)
+            self.free(handle, settle=False)
 
 
 def span(tensor: RpcTensor) -> int:

@@ -105,6 +105,7 @@ class Commands:
         request = self._dialect.decode_buffer_clear(body)
         buffer = self._buffers.get(request.handle)
         if buffer.block is not None:
+            buffer.block.about_to_write(0, buffer.nbytes)
             buffer.forget_all()
             buffer.block.destination.fill(0, buffer.nbytes, request.value)
         return b""
@@ -194,6 +195,8 @@ class Commands:
             raise BadRequest(
                 f"tensor {src.tensor.label!r} of {nbytes} bytes copied to {dst.tensor.label!r} of {dst.nbytes}"
             )
+        if nbytes:
+            dst.buffer.memory.about_to_write(dst.start, nbytes)
         placed = dst.buffer.begin(dst)
         if nbytes:
             try:
@@ -226,6 +229,8 @@ class Commands:
         request = self._dialect.decode_memset(body)
         located = self._locate(request.tensor)
         start = located.range(request.offset, request.nbytes)
+        if request.nbytes:
+            located.buffer.memory.about_to_write(start, request.nbytes)
         placed = located.buffer.begin(located)
         if request.nbytes:
             try:

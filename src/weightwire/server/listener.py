@@ -13,7 +13,9 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Final, Self
 
+from weightwire.cache.saving import Saver
 from weightwire.cache.store import TensorCache
+from weightwire.cache.workers import Workers
 from weightwire.config import RETAIN_MODES, checked_seconds
 from weightwire.errors import ConfigError, RdmaUnavailable, TransportError
 from weightwire.server import arguments
@@ -44,17 +46,19 @@ class Server:
     """A ggml RPC server that stores weights, for any number of clients at once.
 
     ``host``, a name or address, and ``port`` say where it listens (port 0: a free one, see `port`). ``cache`` is a
-    directory, made if missing, or a `TensorCache`. ``protocol`` is the version it speaks, one of those in
-    docs/protocol.md, with or without a patch number. ``retain`` says how long `tensors` keeps what was pushed: until
-    its ``"connection"`` ends or its buffer is freed, or as long as the ``"process"`` (until the same name is pushed
-    again, `forget` or `close`). ``on_tensor`` is called with each `ServedTensor` when its last byte has arrived, from
-    the thread that serves the client, which waits for it. ``destination``, a callable ``(nbytes, device) ->
-    Destination``, makes the memory of each buffer; by default `HostMemory`. ``memory`` is how many bytes all clients
-    together may hold, each buffer rounded up to 4096 (default: what is available when the server starts). A client
-    must say HELLO within ``hello_timeout`` seconds and may not pause longer than ``stall_timeout`` seconds within a
-    request. Clients beyond ``max_clients`` wait unanswered for a place, 64 of them and each for ``hello_timeout``
-    seconds, and are turned away after that. ``transport`` is ``"auto"`` (RDMA with clients that offer it, where this
-    machine can; TCP otherwise), ``"tcp"``, or ``"rdma"``: clients that do not come over RDMA are turned away.
+    directory, made if missing, or a `TensorCache`. ``cache_verify`` is what is checked of an entry in such a
+    directory before a tensor is filled from it: ``"content"`` (the default: size and hash) or ``"size"``.
+    ``protocol`` is the version it speaks, one of those in docs/protocol.md, with or without a patch number.
+    ``retain`` says how long `tensors` keeps what was pushed: until its ``"connection"`` ends or its buffer is freed,
+    or as long as the ``"process"`` (until the same name is pushed again, `forget` or `close`). ``on_tensor`` is
+    called with each `ServedTensor` when its last byte has arrived, from the thread that serves the client, which
+    waits for it. ``destination``, a callable ``(nbytes, device) -> Destination``, makes the memory of each buffer; by
+    default `HostMemory`. ``memory`` is how many bytes all clients together may hold, each buffer rounded up to 4096
+    (default: what is available when the server starts). A client must say HELLO within ``hello_timeout`` seconds and
+    may not pause longer than ``stall_timeout`` seconds within a request. Clients beyond ``max_clients`` wait
+    unanswered for a place, 64 of them and each for ``hello_timeout`` seconds, and are turned away after that.
+    ``transport`` is ``"auto"`` (RDMA with clients that offer it, where this machine can; TCP otherwise), ``"tcp"``,
+    or ``"rdma"``: clients that do not come over RDMA are turned away.
 
     Nothing happens before `start`. Raises ConfigError for arguments that cannot be used.
     """
@@ -65,6 +69,7 @@ class Server:
         port: int = 50052,
         *,
         cache: str | os.PathLike[str] | TensorCache | None = None,
+        cache_verify: str | None = None,
         protocol: str = "7.0.0",
         retain: str = "connection",
         on_tensor: Callable[[ServedTensor], object] | None = None,
@@ -86,6 +91,7 @@ class Server:
                 raise ConfigError(f"{name}={hook!r} cannot be called")
         self._dialect, patch = described_version(protocol)
         self._cache_at = arguments.cache_place(cache)
+        self._cache_verify = arguments.cache_check(cache, cache_verify)
         cached = CACHE_BIT if cache is not None and self._dialect.hello_flags else 0
         self._greeting = Greeting(*self._dialect.version, patch, cached)
         self._destination = destination if destination is not None else HostMemory
@@ -112,6 +118,8 @@ class Server:
         self._unlisten = contextlib.ExitStack()
         self._acceptor: threading.Thread | None = None
         self._populator = Populator()
+        self._workers = Workers()
+        self._saver: Saver | None = None
         self._sessions: dict[Session, threading.Thread] = {}
         self._waiting = WaitingRoom(self._hello_timeout)
         self._services: Services | None = None
@@ -138,11 +146,14 @@ class Server:
                 )
             cache = self._cache_at
             if cache is not None and not isinstance(cache, TensorCache):
-                cache = TensorCache(cache)
+                cache = TensorCache(cache, verify=self._cache_verify)
+            self._saver = Saver(cache, self._workers) if cache is not None else None
             self._services = Services(
                 dialect=self._dialect,
                 greeting=self._greeting,
                 cache=cache,
+                saver=self._saver,
+                workers=self._workers,
                 capacity=Capacity(self._memory if self._memory is not None else available_memory()),
                 registry=self._registry,
                 populator=self._populator,
@@ -181,8 +192,10 @@ class Server:
         self._endpoints = tuple(map(format_sockaddr, names))
 
     def close(self) -> None:
-        """Stop accepting, end every client, and free everything. Idempotent, and whoever calls it while another thread
-        does the work waits for that; some seconds at the most. Never raises.
+        """Stop accepting, end every client, finish what is being written to the cache, and free everything.
+
+        Idempotent, and whoever calls it while another thread does the work waits for that; some seconds at the most, at
+        the price of entries that the disk does not take in time. Never raises.
 
         Arrays and views handed out stay valid. In a process that was forked while the server ran, this closes that
         process's descriptors and nothing else.
@@ -211,6 +224,8 @@ class Server:
         if self._wake is not None:
             with contextlib.suppress(OSError):
                 self._wake.send(b"x")
+        if self._saver is not None:
+            self._saver.hurry()
         for session in sessions:
             session.stop()
         for stream in waiting:
@@ -219,6 +234,9 @@ class Server:
         self._unlisten.close()
         for thread in sessions.values():
             self._join(thread, deadline)
+        if self._saver is not None:
+            self._saver.close(max(0.0, deadline - time.monotonic()))
+        self._workers.close(max(0.1, deadline - time.monotonic()))
         self._populator.close(max(0.0, deadline - time.monotonic()))
         self._registry.close()
 

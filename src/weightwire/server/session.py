@@ -9,13 +9,16 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from weightwire.cache.saving import Saver
 from weightwire.cache.store import TensorCache
+from weightwire.cache.workers import Workers
 from weightwire.errors import PeerClosed, ProtocolError, RdmaUnavailable, TransferTimeout, TransportError
 from weightwire.server.buffers import BufferTable
 from weightwire.server.capacity import Capacity
 from weightwire.server.commands import Commands
 from weightwire.server.destinations import Destination
 from weightwire.server.errors import BadRequest, log_failure
+from weightwire.server.filling import Filler
 from weightwire.server.populate import Populator
 from weightwire.server.receive import Receiver
 from weightwire.server.served import Registry
@@ -26,6 +29,7 @@ from weightwire.transport.tcp import TcpStream
 from weightwire.transport.upgrade import ASKED_FOR_TCP, Carrier, accept, on_tcp, refused
 from weightwire.wire import COMPUTE_COMMANDS, EMPTY_RESPONSE, Command, Dialect, Greeting, parse_u64, response_header
 from weightwire.wire.answers import encode_u8_answer
+from weightwire.wire.framing import REQUEST_HEADER_BYTES, request_header
 from weightwire.wire.hello import NO_CAPS
 
 __all__ = ["Services", "Session"]
@@ -35,11 +39,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """What all sessions of a server share. Times in seconds."""
+    """What all sessions of a server share. Times in seconds. ``saver`` is there where there is a ``cache``."""
 
     dialect: Dialect
     greeting: Greeting
     cache: TensorCache | None
+    saver: Saver | None
+    workers: Workers
     capacity: Capacity
     registry: Registry
     populator: Populator
@@ -71,14 +77,19 @@ class Session:
             registry=services.registry,
             populator=services.populator,
             destination=services.destination,
+            saver=services.saver,
         )
         self._staging = Staging()
-        self._receiver = Receiver(stream, self._dialect, self._buffers, self._staging, services.cache)
+        self._receiver = Receiver(stream, self._dialect, self._buffers, self._staging, services.cache, services.saver)
+        self._filler = Filler(
+            self._dialect, self._buffers, self._staging, services.cache, services.workers, services.saver
+        )
         self._commands = Commands(stream, self._dialect, self._buffers, self._staging, services.capacity)
 
     def stop(self) -> None:
         """End the session: whatever it waits for comes back at once."""
         self._stopping.set()
+        self._filler.stop()
         self._stream.shutdown()
 
     def inherited(self) -> int:
@@ -112,6 +123,7 @@ class Session:
         self._stream.close()
         if self._process != os.getpid():
             return  # a hook has forked, and this is the child: the rest is the parent's
+        self._filler.close()
         self._staging.release()
         self._buffers.free_all()
         if self._connected_at is None:
@@ -135,7 +147,8 @@ class Session:
             logger.debug("%s: %s", self.client, text)
 
     def _what(self) -> str:
-        tensor = self._receiver.tensor if self._receiver.tensor is not None else self._commands.tensor
+        named = (self._receiver.tensor, self._commands.tensor, self._filler.tensor)
+        tensor = next((tensor for tensor in named if tensor is not None), None)
         name = self._dialect.name_of(self._doing)
         return name if tensor is None else f"{name} of tensor {tensor!r}"
 
@@ -229,7 +242,7 @@ class Session:
         one.
         """
         stream = self._stream
-        self._receiver.tensor = self._commands.tensor = None
+        self._receiver.tensor = self._commands.tensor = self._filler.tensor = None
         # Between requests a client may be silent for as long as it likes.
         first = stream.recv_or_eof(1, timeout=patience)
         if first is None:
@@ -263,8 +276,34 @@ class Session:
                 raise BadRequest(f"{size} bytes declared, and protocol {dialect.text} has {expected}")
             body = stream.recv(size) if size else b""
             if number == Command.SET_TENSOR_HASH:
-                answer = encode_u8_answer(self._receiver.set_tensor_hash(body))
-            else:
-                answer = self._commands.handlers[Command(number)](body)
+                self._fill(body)
+                return
+            answer = self._commands.handlers[Command(number)](body)
         if answer is not None and dialect.answered(number):
             stream.send(response_header(len(answer)), answer)
+
+    def _fill(self, body: bytes) -> None:
+        """Answer a question to the cache, and the further ones that are seen to have come behind it."""
+        filler = self._filler
+        filler.ask(body)
+        while filler:
+            self._look_ahead(len(body))
+            answer = encode_u8_answer(filler.answer())
+            self._stream.send(response_header(len(answer)), answer)
+
+    def _look_ahead(self, nbytes: int) -> None:
+        """Take questions out of the stream that are there, whole, and can be worked on beside those taken before.
+
+        What can not stays where it is, for its turn: a request that is none of them, too, ends the row.
+        """
+        head, size = request_header(Command.SET_TENSOR_HASH, nbytes), REQUEST_HEADER_BYTES + nbytes
+        seen = self._stream.peek(self._filler.room * size)
+        taken = 0
+        while (
+            len(seen) >= taken + size
+            and seen.startswith(head, taken)
+            and self._filler.ask_ahead(seen[taken + len(head) : taken + size])
+        ):
+            taken += size
+        if taken:
+            self._stream.recv(taken)

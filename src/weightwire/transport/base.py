@@ -20,10 +20,10 @@ class ByteStream(Protocol):
     """An ordered, reliable stream of bytes to one peer.
 
     ``timeout`` is the longest time in seconds without progress, ``None`` for ever; each receiving call can override it.
-    One thread may send while another receives. Every method but ``peer_gone``, ``shutdown`` and ``close`` raises
-    ``PeerClosed`` (with ``.position`` "before" or "inside" the message and ``.bytes_done``), ``TransferTimeout`` (with
-    ``.phase`` "send" or "receive"), or ``TransportError``; after any of these the stream stands somewhere inside a
-    message: close it.
+    One thread may send while another receives. Every method but ``peer_gone``, ``peek``, ``shutdown`` and ``close``
+    raises ``PeerClosed`` (with ``.position`` "before" or "inside" the message and ``.bytes_done``), ``TransferTimeout``
+    (with ``.phase`` "send" or "receive"), or ``TransportError``; after any of these the stream stands somewhere inside
+    a message: close it.
     Wherever bytes go in, any contiguous buffer does (``ValueError`` otherwise).
     """
 
@@ -76,6 +76,13 @@ class ByteStream(Protocol):
 
         As far as is known now, whatever has arrived and not been received: it takes no bytes, never waits, never
         raises. For one who does something else for long between two messages.
+        """
+
+    def peek(self, nbytes: int) -> bytes:
+        """Up to ``nbytes`` bytes that have arrived, without taking them; ``b""`` if there are none.
+
+        A hint, for one who can use what comes next: a transport that cannot look (RDMA) always says ``b""``. Never
+        waits and never raises.
         """
 
     def shutdown(self) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from weightwire.cache import store
+from weightwire.cache.quarantine import FOLDER, list_quarantine
 from weightwire.cache.store import TensorCache, default_directory, entry_name
 from weightwire.errors import ConfigError
 from weightwire.hashing import fnv1a64
@@ -124,20 +125,28 @@ def test_a_directory_is_left_alone(cache: TensorCache, caplog: pytest.LogCapture
     assert cache.lookup(HASH, cache.path_for(HASH).stat().st_size) is None
     assert "not a regular file" in caplog.text
     assert not cache.save(HASH, [DATA])
-    cache.discard(HASH, "test")
+    assert not cache.quarantine(HASH, "test")
     assert os.listdir(cache.directory) == [entry_name(HASH)]
 
 
 def test_a_fifo_is_not_waited_for(cache: TensorCache) -> None:
     os.mkfifo(cache.path_for(HASH))
     assert cache.lookup(HASH, 0) is None
+    assert (cache.directory / FOLDER / f"{entry_name(HASH)}-0").is_fifo()
 
 
-def test_discard_removes_and_says_why(cache: TensorCache, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_quarantined_is_kept_aside_and_it_says_why(
+    cache: TensorCache, caplog: pytest.LogCaptureFixture
+) -> None:
     cache.save(HASH, [DATA])
-    cache.discard(HASH, "for a reason")
+    assert cache.quarantine(HASH, "for a reason")
     assert not cache.path_for(HASH).exists()
     assert "for a reason" in caplog.text
+    (there,) = list_quarantine(cache.directory)
+    assert there.path == cache.directory / FOLDER / f"{entry_name(HASH)}-0"
+    assert (there.content_hash, there.nbytes) == (HASH, len(DATA))
+    assert there.path.read_bytes() == DATA
+    assert not cache.quarantine(HASH, "again")
 
 
 @pytest.mark.parametrize("change", [lambda data: data[:-1], lambda data: data + b"x", lambda data: b"y" + data[1:]])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -157,3 +158,32 @@ def gated() -> Iterator[Gated]:
     with weightwire.Server(port=0, destination=lambda nbytes, device: kind(nbytes)) as running:
         yield Gated(running.endpoints[0], reached, opened)
         opened.set()
+
+
+@pytest.fixture
+def nowhere() -> str:
+    """An endpoint at which nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+class Liar(weightwire.Destination):
+    """Memory that answers with one byte changed."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__(nbytes)
+        self.memory = bytearray(nbytes)
+
+    def write(self, offset: int, view: memoryview) -> None:
+        self.memory[offset : offset + view.nbytes] = view
+
+    def read(self, offset: int, view: memoryview) -> None:
+        view[:] = self.memory[offset : offset + view.nbytes]
+        view[0] ^= 1
+
+
+@pytest.fixture
+def liar() -> Iterator[str]:
+    """A server that does not give back what it was given."""
+    with weightwire.Server(port=0, destination=lambda nbytes, device: Liar(nbytes)) as running:
+        yield running.endpoints[0]

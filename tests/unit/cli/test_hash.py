@@ -96,3 +96,10 @@ def test_a_closed_pipe_is_quiet(spawn, finish, small_gguf: Path) -> None:
     with os.fdopen(writer, "w") as pipe:
         ran = finish(spawn("hash", str(small_gguf), stdout=pipe))
     assert (ran.code, ran.err) == (141, "")
+
+
+def test_a_hasher_that_there_is_not_is_refused_first(spawn, finish, tmp_path: Path) -> None:
+    for words in (["hash", "missing.gguf"], ["push", str(tmp_path / "missing.gguf"), "127.0.0.1:1"]):
+        ran = finish(spawn(*words, environ={"WEIGHTWIRE_HASH": "mmx"}))
+        assert ran.code == 2
+        assert "environment variable WEIGHTWIRE_HASH: 'mmx' is not one of auto, plain" in ran.err

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import logging
+import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import click
 import pytest
@@ -20,7 +22,7 @@ from weightwire.cli.root import root
 
 pytestmark = pytest.mark.timeout(120)
 
-VERBS = ("serve", "push", "hash", "info", "demo")
+VERBS = ("serve", "push", "hash", "info", "demo", "seed", "cache", "warm")
 
 
 def test_version(invoke) -> None:
@@ -43,23 +45,27 @@ def test_without_a_verb_it_helps_and_fails(invoke) -> None:
     assert all(verb in ran.err for verb in VERBS)
 
 
+def every_verb() -> Iterator[click.Command]:
+    """The verbs, and those of groups in the groups' place."""
+    for verb in root.commands.values():
+        yield from verb.commands.values() if isinstance(verb, click.Group) else [verb]
+
+
 def test_every_verb_is_there_and_reports_as_json() -> None:
     assert set(root.commands) == set(VERBS)
-    for verb in root.commands.values():
+    for verb in every_verb():
         assert "--json" in {name for parameter in verb.params for name in parameter.opts}
 
 
 def test_every_option_and_variable_is_documented(request: pytest.FixtureRequest) -> None:
     text = (request.config.rootpath / "docs" / "configuration.md").read_text()
-    for verb in root.commands.values():
-        assert f"weightwire {verb.name}" in text
+    for verb in every_verb():
+        assert re.search(rf"weightwire ([a-z]+ )?{verb.name}", text)
         for parameter in verb.params:
             if isinstance(parameter, click.Option) and not parameter.hidden:
                 assert f"`{max(parameter.opts, key=len)}" in text, parameter.opts
     sources = list((request.config.rootpath / "src" / "weightwire").glob("c*/*.py"))
     sources.append(request.config.rootpath / "src" / "weightwire" / "config.py")
-    import re
-
     variables = {name for path in sources for name in re.findall(r'"(WEIGHTWIRE_[A-Z_]+[A-Z])"', path.read_text())}
     assert len(variables) >= 11
     assert not [name for name in variables if f"`{name}`" not in text]
@@ -70,6 +76,9 @@ CASES = [
     (errors.ModelError("x", path="m.gguf", offset=7), 1, ("path", "offset")),
     (errors.ProtocolError("x"), 1, ()),
     (errors.VersionError("x", ours="1.0 to 8.0", theirs="99.0"), 1, ("ours", "theirs")),
+    (errors.CacheError("x", path="/cache", errno=errno.ENOSPC), 1, ("path", "errno")),
+    (errors.CacheError("x", path="/cache", errno=errno.EROFS), 3, ("path", "errno")),
+    (errors.CacheUnavailable("x", endpoint="h:1"), 3, ("endpoint",)),
     (errors.IntegrityError("x", name="t", expected="00", actual="01"), 4, ("name", "expected", "actual")),
     (errors.AllocationError("x", nbytes=5), 1, ("nbytes",)),
     (

@@ -29,6 +29,9 @@ MEMBERS = {
     "sent",
     "hits",
     "misses",
+    "corrupt_hits",
+    "hashes_known",
+    "threads",
     "verified",
     "seconds",
     "gib_per_s",
@@ -102,7 +105,35 @@ def test_the_environment_sets_what_options_do_not(invoke, tmp_path: Path, large_
         assert invoke(*words, "--cache", "never", WEIGHTWIRE_CACHE="always").json["misses"] == 0
         invoke(*words, WEIGHTWIRE_CACHE="sometimes").failed(2, "WEIGHTWIRE_CACHE", "sometimes")
         invoke(*words, WEIGHTWIRE_TIMEOUT="-1").failed(2, "WEIGHTWIRE_TIMEOUT")
+        invoke(*words, GGML_RPC_LOAD_THREADS="65").failed(2, "GGML_RPC_LOAD_THREADS", "65")
+        invoke(*words, WEIGHTWIRE_IN_FLIGHT="none").failed(2, "WEIGHTWIRE_IN_FLIGHT")
+        assert invoke(*words, GGML_RPC_LOAD_THREADS="3", WEIGHTWIRE_CACHE="always").json["threads"] == 3
+        assert invoke(*words, "--threads", "0", WEIGHTWIRE_CACHE="always").json["threads"] == 0
         invoke(*words, WEIGHTWIRE_PROTOCOL="9.0").failed(2, "WEIGHTWIRE_PROTOCOL", "9.0", "7.0, 8.0")
+
+
+def test_what_the_cache_cut_short_is_sent_if_it_is_looked_for(invoke, large_arrays: Path) -> None:
+    """As a stock server fills a tensor from such a file: it says that it did."""
+    from support.scripted import ScriptedServer, StandIn
+
+    class Careless(StandIn):
+        def serve(self, message):
+            answer = super().serve(message)
+            return b"\1" if message.command == 7 else answer
+
+    for options, corrupt in ((["--cache", "always"], 1), (["--cache", "always", "--no-probe"], 0), (["--probe"], 1)):
+        with ScriptedServer(Careless(flags=1)) as server:
+            report = invoke("push", str(large_arrays), server.endpoint, "--json", *options).json
+            assert report["corrupt_hits"] == corrupt, options
+            assert report["hits"] == 1 - corrupt
+
+
+def test_only_the_layers_asked_for(invoke, server, small_gguf: Path) -> None:
+    words = ("push", str(small_gguf), server.endpoints[0], "--json")
+    report = invoke(*words, "--layers", "1", "--include", "ffn_").json
+    assert sorted(server.tensors) == [f"blk.1.ffn_{part}.weight" for part in ("down", "gate", "up")]
+    assert report["tensors"] == 3
+    invoke(*words, "--layers", "5000-").failed(2, "5000-", "layers 0-")
 
 
 # How it fails: the exit code, and that both people and programs learn why.
@@ -115,6 +146,13 @@ def test_the_environment_sets_what_options_do_not(invoke, tmp_path: Path, large_
         (("push", "m"), "HOST:PORT"),
         (("push", "m", "h:1", "--cache", "maybe"), "maybe"),
         (("push", "m", "h:1", "--timeout", "0"), "seconds"),
+        (("push", "m", "h:1", "--layers", "9-3"), "3-9"),
+        (("push", "m", "h:1", "--layers", "all"), "'other'"),
+        (("push", "m", "h:1", "--threads", "65"), "64"),
+        (("push", "m", "h:1", "h:1"), "h:1"),
+        (("push", "m", "h", "h:50052"), "twice"),
+        (("push", "m", "h:1", "h:2", "--include", "a", "--include", "b", "--include", "c"), "3 times, for 2 servers"),
+        (("push", "m", "h:1", "--layers", "1", "--layers", "2"), "2 times, for 1 server"),
         (("push", "m", "h:1", "--timeout", "nan"), "seconds"),
         (("push", "m", "h:1", "--include", "("), "regular expression"),
         (("push", "m", "h:1", "--protocol", "seven"), "protocol version"),
@@ -165,13 +203,6 @@ def test_a_malformed_model_is_usage_and_names_the_file(invoke, server, tmp_path:
     ran = invoke("push", str(path), server.endpoints[0], "--json").failed(2, str(path))
     assert ran.json["error"]["type"] == "ModelError"
     assert ran.json["error"]["path"] == str(path)
-
-
-@pytest.fixture
-def nowhere() -> str:
-    """An endpoint at which nobody listens."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return f"127.0.0.1:{listener.getsockname()[1]}"
 
 
 def test_nobody_listens(invoke, nowhere: str, small_gguf: Path) -> None:
@@ -233,25 +264,9 @@ def test_a_server_without_the_memory(invoke, small_gguf: Path) -> None:
     assert ran.json["error"]["nbytes"] > 1 << 20
 
 
-class _Liar(weightwire.Destination):
-    """Memory that answers with one byte changed."""
-
-    def __init__(self, nbytes: int) -> None:
-        super().__init__(nbytes)
-        self.memory = bytearray(nbytes)
-
-    def write(self, offset: int, view: memoryview) -> None:
-        self.memory[offset : offset + view.nbytes] = view
-
-    def read(self, offset: int, view: memoryview) -> None:
-        view[:] = self.memory[offset : offset + view.nbytes]
-        view[0] ^= 1
-
-
-def test_wrong_content_is_exit_code_4(invoke, small_gguf: Path) -> None:
-    with weightwire.Server(port=0, destination=lambda nbytes, device: _Liar(nbytes)) as server:
-        ran = invoke("push", str(small_gguf), server.endpoints[0], "--verify", "--json").failed(4)
-        assert invoke("push", str(small_gguf), server.endpoints[0]).code == 0, "unverified, nobody notices"
+def test_wrong_content_is_exit_code_4(invoke, liar: str, small_gguf: Path) -> None:
+    ran = invoke("push", str(small_gguf), liar, "--verify", "--json").failed(4)
+    assert invoke("push", str(small_gguf), liar).code == 0, "unverified, nobody notices"
     error = ran.json["error"]
     assert error["type"] == IntegrityError.__name__
     assert error["name"] == "token_embd.weight"
@@ -262,9 +277,12 @@ def test_a_model_that_changes_meanwhile_is_a_failed_transfer(invoke, tmp_path: P
     path = tmp_path / "changing.gguf"
     shutil.copy(small_gguf, path)
 
-    class Cutter(_Liar):
+    class Cutter(weightwire.Destination):
         def write(self, offset: int, view: memoryview) -> None:
             os.truncate(path, 4096)
+
+        def read(self, offset: int, view: memoryview) -> None:
+            raise AssertionError("nothing is verified")
 
     with weightwire.Server(port=0, destination=lambda nbytes, device: Cutter(nbytes)) as server:
         ran = invoke("push", str(path), server.endpoints[0], "--json").failed(1, str(path))

@@ -18,7 +18,7 @@ from weightwire.hashing import fnv1a64
 
 pytestmark = pytest.mark.timeout(120)
 
-MEMBERS = {"endpoint", "endpoints", "port", "protocol", "cache", "retain", "memory", "transport", "pid"}
+MEMBERS = {"endpoint", "endpoints", "port", "protocol", "cache", "cache_verify", "retain", "memory", "transport", "pid"}
 
 
 def endpoint_of(process: subprocess.Popen[str]) -> str:
@@ -79,13 +79,14 @@ def test_the_object_and_the_settings(spawn, finish, tmp_path: Path) -> None:
     cache = tmp_path / "deep" / "cache"
     process = spawn(
         *("serve", "--host", "localhost", "--port", "0", "--cache", str(cache), "--protocol", "5.1"),
-        *("--retain", "process", "--memory", "1.5GiB", "--transport", "tcp", "--json"),
+        *("--cache-verify", "size", "--retain", "process", "--memory", "1.5GiB", "--transport", "tcp", "--json"),
     )
     report = json.loads(endpoint_of(process))
     assert set(report) == MEMBERS
     assert report["endpoint"] in report["endpoints"]
     assert report["endpoint"].endswith(f":{report['port']}")
     assert (report["protocol"], report["retain"], report["memory"]) == ("5.1", "process", 3 << 29)
+    assert report["cache_verify"] == "size"
     assert (report["cache"], report["pid"], report["transport"]) == (str(cache), process.pid, "tcp")
     assert cache.is_dir()
     with weightwire.connect(report["endpoint"]) as connection:
@@ -150,6 +151,7 @@ def test_an_address_of_another_machine(spawn, finish) -> None:
         (("--cache", ""), "--cache"),
         (("--cache", "~nosuchuser/x"), "--cache"),
         (("--protocol", "new"), "protocol version"),
+        (("--cache-verify", "nothing"), "nothing"),
         (("--retain", "forever"), "forever"),
         (("--memory", "much"), "size"),
         (("--memory", "0"), "size"),
@@ -164,6 +166,7 @@ def test_a_bad_variable_is_named(invoke) -> None:
     invoke("serve", WEIGHTWIRE_SERVER_PORT="http").failed(2, "WEIGHTWIRE_SERVER_PORT", "http")
     invoke("serve", WEIGHTWIRE_SERVER_HOST="").failed(2, "WEIGHTWIRE_SERVER_HOST", "empty")
     invoke("serve", WEIGHTWIRE_SERVER_CACHE="").failed(2, "WEIGHTWIRE_SERVER_CACHE", "empty")
+    invoke("serve", WEIGHTWIRE_SERVER_CACHE_VERIFY="never").failed(2, "WEIGHTWIRE_SERVER_CACHE_VERIFY", "content")
     invoke("serve", WEIGHTWIRE_SERVER_PROTOCOL="8.9").failed(2, "WEIGHTWIRE_SERVER_PROTOCOL", "8.9")
     invoke("serve", WEIGHTWIRE_LOG="loud").failed(2, "WEIGHTWIRE_LOG", "loud")
 

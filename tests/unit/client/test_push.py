@@ -14,7 +14,7 @@ from support.leaks import LeakCheck, eventually
 from support.scripted import Message, Peer, ScriptedServer, StandIn, serve_hello
 
 from weightwire import Connection, Server, connect, fnv1a64, open_model
-from weightwire.client import push as pipeline
+from weightwire.client import sender as pipeline
 from weightwire.client import verify as verifying
 from weightwire.errors import (
     AllocationError,
@@ -119,6 +119,14 @@ def test_progress_counts_a_second_time_while_verifying(connection: Connection, m
         ({"device": "0"}, "device"),
         ({"cache": "sometimes"}, "cache"),
         ({"progress": 5}, "progress"),
+        ({"threads": -1}, "threads"),
+        ({"threads": 65}, "threads"),
+        ({"threads": "2"}, "threads"),
+        ({"in_flight": 0}, "in_flight"),
+        ({"index": 5}, "index"),
+        ({"probe": 1}, "probe"),
+        ({"verify": "no"}, "verify"),
+        ({"layers": "x"}, "layers"),
         ({"device": 1}, "device"),
     ],
 )
@@ -127,7 +135,7 @@ def test_bad_arguments_send_no_tensor(options: dict[str, object], named: str) ->
     with ScriptedServer(server) as scripted, connect(scripted.endpoint, timeout=20) as connection:
         with pytest.raises(ConfigError, match=named) as caught:
             connection.push(SOME, **options)  # type: ignore[arg-type]
-        assert caught.value.hint or named == "cache"
+        assert caught.value.hint or named in ("cache", "probe", "verify")
         connection.barrier()
     assert not {0, 6, 7, 12, 13} & set(server.commands)
 
@@ -210,18 +218,45 @@ def test_a_wrong_byte_is_found_and_named() -> None:
         assert not server.buffers
 
 
-def test_a_damaged_cache_entry_is_blamed() -> None:
-    data = np.zeros(11 * MIB, np.uint8)
+@pytest.mark.parametrize("at", [0, 5 * MIB, 11 * MIB - 1])
+@pytest.mark.parametrize("probe", [True, False])
+def test_a_wrong_byte_out_of_the_cache_is_sent_again(at: int, probe: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """With verify nothing wrong stays; the probe sees it, too, at the ends."""
+    data = np.random.default_rng(1).integers(0, 255, 11 * MIB, np.uint8)
+    bad = bytearray(data)
+    bad[at] ^= 1
     value = fnv1a64(data)
-    server = StandIn(flags=1, cache={value: bytes(11 * MIB - 1) + b"\1"})
-    with (
-        ScriptedServer(server) as scripted,
-        connect(scripted.endpoint, timeout=20) as connection,
-        pytest.raises(IntegrityError) as caught,
-    ):
-        connection.push({"w": data}, verify=True)
-    assert f"{value:016x}" in caught.value.hint
-    assert str(11 * MIB - 1) in caught.value.detail
+    server = StandIn(flags=1, cache={value: bytes(bad)})
+    with ScriptedServer(server) as scripted, connect(scripted.endpoint, timeout=20) as connection:
+        result = connection.push({"v": np.ones(3, "f4"), "w": data}, verify=True, probe=probe)
+        assert result["w"].read().tobytes() == data.tobytes()
+        summary = result.summary
+        assert (summary.hits, summary.misses, summary.corrupt_hits) == (0, 0, 1)
+        assert summary.sent == summary.bytes
+        assert server.cache[value] == data.tobytes(), "it is sent with the flag, which mends the entry"
+        values = summary.profile.as_dict()
+        assert values["corrupt_hits"] == 1
+        assert values["span_ns"] == sum(v for k, v in values.items() if k.endswith("_ns") and k != "span_ns")
+    assert f"{value:016x}" in caplog.text
+    assert "'w'" in caplog.text
+
+
+def test_a_server_that_spoils_what_is_sent_again_is_an_error() -> None:
+    data = np.random.default_rng(1).integers(0, 255, 11 * MIB, np.uint8)
+    bad = bytearray(data)
+    bad[5 * MIB] ^= 1
+
+    class Spoiling(StandIn):
+        def _store(self, tensor: bytes, offset: int, data: bytes) -> None:
+            super()._store(tensor, offset, bytes(bad) if len(data) == len(bad) else data)
+
+    server = Spoiling(flags=1, cache={fnv1a64(data): bytes(bad)})
+    with ScriptedServer(server) as scripted, connect(scripted.endpoint, timeout=20) as connection:
+        with pytest.raises(IntegrityError, match=f"'w' came back different: at byte {5 * MIB} of"):
+            connection.push({"w": data}, verify=True)
+        connection.barrier()
+        assert not server.buffers
+    assert len(server.of(6)) == 1, "sent once: no third time"
 
 
 class Stop(Exception):

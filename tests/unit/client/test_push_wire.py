@@ -56,8 +56,9 @@ def run(stand_in: StandIn, model: object, **options: object) -> PushResult:
         return connection.push(model, **options)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("probe", [None, True, False])
 @versions
-def test_every_message(version: tuple[int, int, int], tmp_path: Path) -> None:
+def test_every_message(version: tuple[int, int, int], probe: bool | None, tmp_path: Path) -> None:
     small, odd, whole, large = (
         payload_of(n, s) for n, s in ((4 * 12, 1), (18 * 3 * 2, 2), (144 * 2 * 2, 3), (12 * MIB, 4))
     )
@@ -71,7 +72,7 @@ def test_every_message(version: tuple[int, int, int], tmp_path: Path) -> None:
         ],
     )
     server = StandIn(version, alignment=128, padding=64)
-    run(server, path, cache="always")
+    run(server, path, cache="always", probe=probe)
 
     device = struct.pack("<I", 0) if version >= (3,) else b""
     handle, base = 0x1000, 1 << 40
@@ -83,6 +84,9 @@ def test_every_message(version: tuple[int, int, int], tmp_path: Path) -> None:
     k = tensor("whole", Q4_K, (512, 2, 1, 1), (144, 288, 576, 576), handle, base + 384)
     big = tensor("large", I8, (4096, 3072, 1, 1), (1, 4096, 12 * MIB, 12 * MIB), handle, base + 1024)
     zero = struct.pack("<Q", 0)
+    edge, last = bytes(255 - byte for byte in large), struct.pack("<Q", 12 * MIB - 128)
+    poison = [Message(6, big + flag[0] + last + edge[-128:]), Message(6, big + flag[0] + zero + edge[:128])]
+    looks = [Message(8, big + at + struct.pack("<Q", 128)) for at in (last, zero)]
     expected = [
         *([Message(15, b"")] if version >= (3,) else []),
         Message(1, device),
@@ -91,10 +95,12 @@ def test_every_message(version: tuple[int, int, int], tmp_path: Path) -> None:
         Message(0, device + struct.pack("<Q", 1024 + 12 * MIB)),
         Message(3, struct.pack("<Q", handle)),
         Message(12, tensor(*quant, handle, base + 128)),
+        *(poison if probe is not False else []),
+        Message(7, big + zero + struct.pack("<Q", fnv1a64(large))),
+        *(looks if probe is not False else []),
         Message(6, norm + flag[0] + zero + small),
         Message(6, tensor(*quant, handle, base + 128) + flag[0] + zero + odd),
         Message(6, k + flag[0] + zero + whole),
-        Message(7, big + zero + struct.pack("<Q", fnv1a64(large))),
         Message(6, big + flag[1] + zero + large),
         Message(1, device),
     ]
@@ -164,7 +170,10 @@ def test_rows_of_512_are_neither_asked_about_nor_initialised(tmp_path: Path) -> 
 def test_when_the_cache_is_asked(flags: int, cache: str, asks: int) -> None:
     server = StandIn(flags=flags)
     result = run(
-        server, {"w": np.zeros(10 * MIB + 1, np.uint8), "at the limit": np.zeros(10 * MIB, np.uint8)}, cache=cache
+        server,
+        {"w": np.zeros(10 * MIB + 1, np.uint8), "at the limit": np.zeros(10 * MIB, np.uint8)},
+        cache=cache,
+        probe=False,
     )
     assert len(server.of(7)) == asks
     assert [m.payload[296] for m in server.of(6)] == [asks, 0]
@@ -178,7 +187,7 @@ def test_hits_are_not_sent(version: tuple[int, int, int]) -> None:
     have = {name: array.tobytes() for name, array in arrays.items() if name in ("w0", "w3", "w4", "w9")}
     server = StandIn(version, cache={fnv1a64(data): data for data in have.values()})
     seen: list[tuple[str, int, int]] = []
-    result = run(server, arrays, cache="always", verify=True, progress=lambda *call: seen.append(call))
+    result = run(server, arrays, cache="always", verify=True, probe=False, progress=lambda *call: seen.append(call))
     summary = result.summary
     assert (summary.hits, summary.misses) == (4, 7)
     assert summary.sent == 7 * 11 * MIB + 5
@@ -199,7 +208,7 @@ def test_no_bytes_follow_a_question_before_its_answer(monkeypatch: pytest.Monkey
         begin(channel, *parts)
 
     def watched_send(channel: Channel, *parts: Any, messages: int = 1) -> None:
-        if messages > 1 or parts[0][0] == 6:
+        if (messages > 1 or parts[0][0] == 6) and len(parts[0]) < 442:  # no probe, which is one part
             waiting.append(channel.outstanding)
         send(channel, *parts, messages=messages)
 
@@ -213,7 +222,7 @@ def test_no_bytes_follow_a_question_before_its_answer(monkeypatch: pytest.Monkey
     monkeypatch.setattr(Channel, "send", watched_send)
     summary = run(server, arrays, cache="always").summary
     assert (summary.hits, summary.misses) == (6, 4)
-    assert len(waiting) == 4 + 10
+    assert len(waiting) == 4 + 4, "what is small waits for the next miss, and the last for the end"
     assert not any(waiting)
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from support.leaks import LeakCheck
 from support.raw_client import RawClient
 
+from weightwire.cache.quarantine import FOLDER
 from weightwire.cache.store import TensorCache
 from weightwire.hashing import fnv1a64
 from weightwire.server import Destination, HostMemory, Server
@@ -147,12 +148,11 @@ class TestHooks:
         with Server(port=0, cache=tmp_path, destination=make) as server, RawClient(server.port) as client:
             tensor = client.place("t", len(payload), client.allocate(len(payload)))
             client.set(tensor, payload, flag=1)
-            client.barrier()
-            assert (tmp_path / f"{fnv1a64(payload):016x}").read_bytes() == payload
             again = client.place("t", len(payload), client.allocate(len(payload)))
             assert client.set_from_cache(again, fnv1a64(payload))
             assert client.get(again) == payload
             assert expand(make.made[1].calls) == list(range(len(payload)))
+            assert (tmp_path / f"{fnv1a64(payload):016x}").read_bytes() == payload
 
     def test_a_bad_entry_is_not_shown_to_the_hook(
         self, make: type[Recorder], tmp_path: Path, no_leaks: LeakCheck
@@ -162,7 +162,7 @@ class TestHooks:
             tensor = client.place("t", 100, client.allocate(100))
             assert not client.set_from_cache(tensor, 5)
             assert make.made[0].calls == []
-        assert os.listdir(tmp_path) == []
+        assert os.listdir(tmp_path) == [FOLDER]
 
 
 @pytest.mark.parametrize("destination", [None, HostMemory, lambda nbytes, device: HostMemory(nbytes + 100)])
@@ -251,10 +251,10 @@ class TestCache:
         assert not client.set_from_cache(tensor, self.hash)
         client.set(tensor, self.payload, flag=1)
         client.barrier()
-        assert self.entry(directory).read_bytes() == self.payload
         with RawClient(server.port) as other:
             again = other.place("again", len(self.payload), other.allocate(1 << 20))
             assert other.set_from_cache(again, self.hash)
+            assert self.entry(directory).read_bytes() == self.payload
             assert other.get(again) == self.payload
             assert bytes(server.tensors["again"].view()) == self.payload
 
@@ -283,6 +283,7 @@ class TestCache:
         with Server(port=0, cache=directory, protocol=protocol) as server, RawClient(server.port, protocol) as client:
             client.set(client.place("t", nbytes, client.allocate(nbytes)), bytes(nbytes), flag=flag)
             client.barrier()
+            server.close()
             assert os.listdir(directory) == ([f"{fnv1a64(bytes(nbytes)):016x}"] if saved else [])
 
     def test_without_a_cache_the_answer_is_no(self, no_leaks: LeakCheck) -> None:
@@ -302,7 +303,7 @@ class TestCache:
         ],
         ids=["empty", "half", "short", "long", "flipped"],
     )
-    def test_a_bad_entry_is_not_answered_is_removed_and_saved_anew(
+    def test_a_bad_entry_is_not_answered_goes_to_quarantine_and_is_saved_anew(
         self,
         change: Callable[[bytes], bytes],
         said: str,
@@ -311,15 +312,18 @@ class TestCache:
         directory: Path,
         caplog: pytest.LogCaptureFixture,
     ) -> None:
-        self.entry(directory).write_bytes(change(self.payload))
+        bad = change(self.payload)
+        self.entry(directory).write_bytes(bad)
         tensor = client.place("t", len(self.payload), client.allocate(1 << 20))
         assert not client.set_from_cache(tensor, self.hash)
         assert "t" not in server.tensors
         assert len(caplog.records) == 1
         assert said in caplog.text
         assert not self.entry(directory).exists()
+        assert (directory / FOLDER / f"{self.hash:016x}-0").read_bytes() == bad
         client.set(tensor, self.payload, flag=1)
         assert client.get(tensor) == self.payload
+        server.close()
         assert self.entry(directory).read_bytes() == self.payload
 
     def test_a_tensor_that_a_bad_entry_overwrote_is_no_longer_served(
@@ -340,31 +344,38 @@ class TestCache:
         assert self.entry(directory).exists()
 
     def test_a_link_is_not_followed(
-        self, client: RawClient, directory: Path, tmp_path_factory: pytest.TempPathFactory
+        self, server: Server, client: RawClient, directory: Path, tmp_path_factory: pytest.TempPathFactory
     ) -> None:
         target = tmp_path_factory.mktemp("foreign") / "file"
         target.write_bytes(self.payload)
         self.entry(directory).symlink_to(target)
         tensor = client.place("t", len(self.payload), client.allocate(1 << 20))
         assert not client.set_from_cache(tensor, self.hash)
+        assert (directory / FOLDER / f"{self.hash:016x}-0").is_symlink()
         client.set(tensor, self.payload, flag=1)
         client.barrier()
+        server.close()
+        assert target.read_bytes() == self.payload
         assert not self.entry(directory).is_symlink()
         assert self.entry(directory).read_bytes() == self.payload
 
     def test_a_directory_is_left_alone(
-        self, client: RawClient, directory: Path, caplog: pytest.LogCaptureFixture
+        self, server: Server, client: RawClient, directory: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         self.entry(directory).mkdir()
         tensor = client.place("t", len(self.payload), client.allocate(1 << 20))
-        assert not client.set_from_cache(tensor, self.hash)
+        for _ in range(3):
+            assert not client.set_from_cache(tensor, self.hash)
+        assert len(caplog.records) == 1
+        assert "it cannot be moved away: it is a directory" in caplog.text
         client.set(tensor, self.payload, flag=1)
         assert client.get(tensor) == self.payload
+        server.close()
         assert os.listdir(directory) == [self.entry(directory).name]
-        assert all("directory" in record.getMessage() or "regular" in record.getMessage() for record in caplog.records)
+        assert "Is a directory" in caplog.messages[-1]
 
     def test_a_cache_that_cannot_be_written_loses_only_the_entries(
-        self, client: RawClient, directory: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+        self, server: Server, client: RawClient, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def read_only(*args: object, **kwargs: object) -> None:
             raise OSError(30, "Read-only file system")
@@ -375,22 +386,27 @@ class TestCache:
             tensor = client.place(f"t{index}", len(self.payload), buffer, index * 200_000)
             client.set(tensor, self.payload, flag=1)
             assert client.get(tensor) == self.payload
+        server.close()
         assert [record.levelname for record in caplog.records] == ["WARNING"]
         assert "Read-only file system" in caplog.text
 
-    def test_an_entry_that_is_there_already_is_not_written_again(self, client: RawClient, directory: Path) -> None:
-        tensor = client.place("t", len(self.payload), client.allocate(1 << 20))
-        client.set(tensor, self.payload, flag=1)
-        client.barrier()
-        before = self.entry(directory).stat()
-        client.set(tensor, self.payload, flag=1)
-        client.barrier()
-        assert self.entry(directory).stat().st_ino == before.st_ino
+    @pytest.mark.parametrize("make", [None, Recorder])
+    def test_an_entry_that_is_there_already_is_not_written_again(
+        self, directory: Path, no_leaks: LeakCheck, make: type[Recorder] | None
+    ) -> None:
+        def push() -> int:
+            with Server(port=0, cache=directory, destination=make) as server, RawClient(server.port) as client:
+                tensor = client.place("t", len(self.payload), client.allocate(1 << 20))
+                client.set(tensor, self.payload, flag=1)
+                client.barrier()
+            assert self.entry(directory).read_bytes() == self.payload
+            return self.entry(directory).stat().st_ino
+
+        first = push()
+        assert push() == first
         # One that is wrong is, though nobody has asked for it.
         self.entry(directory).write_bytes(bytes(len(self.payload)))
-        client.set(tensor, self.payload, flag=1)
-        client.barrier()
-        assert self.entry(directory).read_bytes() == self.payload
+        assert push() != first
 
     def test_a_client_that_dies_leaves_no_entry(
         self, server: Server, directory: Path, caplog: pytest.LogCaptureFixture

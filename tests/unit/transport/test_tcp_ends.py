@@ -123,3 +123,22 @@ def test_looking_takes_nothing_and_does_not_wait(tcp_pair, background) -> None:
         assert not a.peer_gone()
     b.send(b"abc")
     assert reader.result() == b"abc"
+
+
+def test_peek_shows_what_has_come_and_takes_nothing(tcp_pair: tuple[TcpStream, TcpStream]) -> None:
+    client, server = tcp_pair
+    assert server.peek(10) == b""
+    client.send(b"abcdef")
+    assert eventually(lambda: server.peek(100) == b"abcdef")
+    assert server.peek(3) == b"abc"
+    assert server.peek(0) == b""
+    assert server.bytes_received == 0
+    assert server.recv(6) == b"abcdef"
+    assert server.peek(10) == b""
+    with pytest.raises(ValueError, match="-1"):
+        server.peek(-1)
+    client.close()
+    assert eventually(server.peer_gone)
+    assert server.peek(10) == b""
+    server.close()
+    assert server.peek(10) == b""

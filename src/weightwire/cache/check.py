@@ -1,0 +1,211 @@
+"""Whether the entries of a cache directory are what their names say, and what to do with those that are not."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from weightwire.cache.indexed import IndexChoice, index_for
+from weightwire.cache.inspect import Entry, entry_kind, list_entries
+from weightwire.cache.pool import run_each, worker_count
+from weightwire.cache.quarantine import move_aside
+from weightwire.errors import ConfigError, ModelError
+from weightwire.hashing import hash_payloads
+from weightwire.index import Hashes, Owner, hash_with_digest, identity_of
+from weightwire.ranges import FileRange
+
+__all__ = ["BadEntry", "CacheReport", "verify_cache"]
+
+_TRIES: Final = 3
+_OPEN: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+
+
+@dataclass(frozen=True, slots=True)
+class BadEntry:
+    """An entry that must not be used: its ``name``, what is wrong with it (``kind``, one of ``"content"``,
+    ``"truncated"``, ``"collision"``, ``"unreadable"``, or what it is instead of a file), a sentence (``reason``), and
+    what was done (``action``: ``"none"``, ``"quarantined"``, ``"removed"``, ``"failed"``).
+    """
+
+    name: str
+    kind: str
+    reason: str
+    nbytes: int = 0
+    action: str = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class CacheReport:
+    """What checking a directory found.
+
+    ``entries`` (``bytes``) were read; ``digests`` of them were compared by SHA-256 with the index, too; ``bad`` must
+    not be used, in order of their names. ``changing`` are the names of entries that something wrote to while they were
+    read, which says nothing yet. ``others`` are names that are no entry's; nothing reads those.
+    """
+
+    directory: str
+    entries: int
+    bytes: int
+    digests: int
+    bad: tuple[BadEntry, ...]
+    changing: tuple[str, ...]
+    others: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class _Finding:
+    entry: Entry
+    bad: BadEntry | None = None
+    digest: bool = False
+    state: Literal["read", "gone", "changing"] = "read"
+
+
+def verify_cache(
+    directory: str | os.PathLike[str] | None = None,
+    *,
+    threads: int | None = None,
+    bad: Literal["keep", "quarantine", "remove"] = "keep",
+    index: IndexChoice = None,
+    progress: Callable[[str, int, int], object] | None = None,
+) -> CacheReport:
+    """Read every entry of the cache ``directory`` (None: a stock server's) and compare its hash with its name.
+
+    ``threads`` as for `seed`. ``bad`` says what becomes of a file that is not what its name says: it stays, goes to
+    quarantine (see `weightwire.cache.quarantine`), or is removed; either takes the name only, so that a server that has
+    it open reads on. A directory, a link, a fifo or the like of an entry's name is reported and never opened or
+    touched. ``index`` (a path or `HashIndex`; None: the user's; False: none) knows tensors by their SHA-256, too: an
+    entry that hashes to its name but is another content is a collision. ``progress(name, done, total)``, in bytes, is
+    called on this thread.
+
+    Raises ConfigError if the directory is not there, CacheError if it cannot be listed.
+    """
+    if bad not in ("keep", "quarantine", "remove"):
+        raise ConfigError(f"bad: {bad!r} is not one of keep, quarantine, remove")
+    count = worker_count(threads)
+    with index_for(index) as known:
+        owners: Mapping[int, list[Owner]] = known.owners() if known is not None else {}
+    listing = list_entries(directory, index=False)
+    total = sum(entry.nbytes for entry in listing.entries)
+    findings: list[_Finding] = []
+    done = 0
+    for found in run_each(
+        # The largest first, so that no thread is left with one at the end.
+        sorted(listing.entries, key=lambda entry: -entry.nbytes),
+        lambda entry, check: _look(entry, owners.get(entry.content_hash, []), bad, check),
+        count,
+    ):
+        findings.append(found)
+        done += found.entry.nbytes
+        if progress is not None:
+            progress(found.entry.path.name, done, total)
+    read = [found for found in findings if found.state == "read"]
+    wrong = [found.bad for found in findings if found.bad is not None]
+    wrong += [
+        BadEntry(name, kind, f"it is a {kind}, where a file is expected") for name, kind in listing.misplaced.items()
+    ]
+    return CacheReport(
+        directory=str(listing.directory),
+        entries=len(read),
+        bytes=sum(found.entry.nbytes for found in read),
+        digests=sum(found.digest for found in read),
+        bad=tuple(sorted(wrong, key=lambda entry: entry.name)),
+        changing=tuple(sorted(found.entry.path.name for found in findings if found.state == "changing")),
+        others=tuple(listing.others),
+    )
+
+
+def _look(entry: Entry, owners: list[Owner], bad: str, check: Callable[[], None]) -> _Finding:
+    """Read one entry, again if something wrote to it meanwhile, and deal with it if it is bad."""
+    name = entry.path.name
+    for _ in range(_TRIES):
+        try:
+            fd = _open(entry)
+        except FileNotFoundError:
+            return _Finding(entry, state="gone")
+        except OSError as error:
+            return _Finding(entry, _unopened(entry, error))
+        try:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
+                kind = entry_kind(status.st_mode)
+                return _Finding(entry, BadEntry(name, kind, f"it is a {kind}, where a file is expected"))
+            before = identity_of(fd)
+            whose = [owner for owner in owners if owner.nbytes == status.st_size]
+            wrong: BadEntry | None
+            try:
+                hashes = _hash(FileRange(fd, 0, status.st_size, str(entry.path)), bool(whose), check)
+            except ModelError as error:
+                wrong = BadEntry(name, "unreadable", f"it cannot be read: {error.detail}", status.st_size)
+            else:
+                wrong = _judge(entry.content_hash, status.st_size, hashes, whose, owners)
+            if not before.same(identity_of(fd)):
+                continue
+            if wrong is not None and bad != "keep":
+                wrong = _act(wrong, entry, status, bad)
+            return _Finding(entry, wrong, digest=bool(whose))
+        finally:
+            os.close(fd)
+    return _Finding(entry, state="changing")
+
+
+def _open(entry: Entry) -> int:
+    # Being checked is no use of an entry: it must not make it look recently used. Only its owner may ask for that.
+    try:
+        return os.open(entry.path, _OPEN | os.O_NOATIME)
+    except PermissionError:
+        return os.open(entry.path, _OPEN)
+
+
+def _unopened(entry: Entry, error: OSError) -> BadEntry:
+    with contextlib.suppress(OSError):
+        kind = entry_kind(os.lstat(entry.path).st_mode)
+        if kind != "file":
+            return BadEntry(entry.path.name, kind, f"it is a {kind}, where a file is expected")
+    reason = f"it cannot be opened: {error.strerror or error}"
+    return BadEntry(entry.path.name, "unreadable", reason, entry.nbytes)
+
+
+def _hash(content: FileRange, with_digest: bool, check: Callable[[], None]) -> Hashes:
+    if with_digest:
+        return hash_with_digest(content, check)
+    return Hashes(hash_payloads([content], check=check)[0], b"")
+
+
+def _judge(expected: int, nbytes: int, hashes: Hashes, whose: list[Owner], owners: list[Owner]) -> BadEntry | None:
+    """What is wrong with an entry of ``nbytes`` bytes and those hashes; None if nothing is."""
+    name = f"{expected:016x}"
+    if hashes.fnv1a == expected:
+        if whose and all(owner.sha256 != hashes.sha256 for owner in whose):
+            reason = f"it hashes to its name, but is not {whose[0].tensor!r} of {whose[0].path}: their SHA-256 differ"
+            return BadEntry(name, "collision", reason, nbytes)
+        return None
+    longer = [owner for owner in owners if owner.nbytes > nbytes]
+    if not nbytes:
+        return BadEntry(name, "truncated", "it is empty", nbytes)
+    if longer and not whose:
+        reason = f"it has {nbytes} bytes of the {longer[0].nbytes} of {longer[0].tensor!r}"
+        return BadEntry(name, "truncated", reason, nbytes)
+    return BadEntry(name, "content", f"its content hashes to {hashes.fnv1a:016x}", nbytes)
+
+
+def _act(wrong: BadEntry, entry: Entry, status: os.stat_result, bad: str) -> BadEntry:
+    """Take its name from a bad file, unless another one has it by now."""
+    action = "quarantined" if bad == "quarantine" else "removed"
+    try:
+        if bad == "quarantine":
+            if move_aside(entry.path, lambda found: os.path.samestat(found, status)) is None:
+                action = "none"
+        elif os.path.samestat(os.lstat(entry.path), status):
+            os.unlink(entry.path)
+        else:
+            action = "none"
+    except FileNotFoundError:
+        action = "none"
+    except OSError as error:
+        reason = f"{wrong.reason}; it cannot be {action}: {error.strerror or error}"
+        return BadEntry(wrong.name, wrong.kind, reason, wrong.nbytes, "failed")
+    return BadEntry(wrong.name, wrong.kind, wrong.reason, wrong.nbytes, action)

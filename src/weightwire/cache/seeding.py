@@ -1,0 +1,304 @@
+"""Fill a cache directory from a model that lies on the same machine: no server, no network."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from weightwire.cache.copying import CopyingWriter, StrictCache
+from weightwire.cache.indexed import IndexChoice, index_for
+from weightwire.cache.pool import run_each, worker_count
+from weightwire.cache.store import default_directory, entry_name
+from weightwire.errors import CacheError, ConfigError
+from weightwire.hashing import hash_payloads
+from weightwire.index import FileIdentity, Hashes, HashIndex, hash_with_digest, identity_of
+from weightwire.model import Model, ModelTensor, open_model
+from weightwire.ranges import FileRange
+from weightwire.wire.commands import CACHE_THRESHOLD
+
+__all__ = ["SeedResult", "seed"]
+
+logger = logging.getLogger(__name__)
+
+_NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_NOT_ALLOWED: Final = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
+
+
+@dataclass(frozen=True, slots=True)
+class SeedResult:
+    """What a seeding did, in tensors and bytes.
+
+    ``tensors`` (``bytes``) are those that a server caches: over 10 MiB. Of them ``written`` (``written_bytes``) made
+    an entry, ``cloned_bytes`` of which share their blocks with the model; ``replaced`` of these took the place of an
+    entry that was damaged. ``present`` had an entry already, ``unread`` of which were taken by name and size alone;
+    ``duplicates`` equal another tensor. ``seconds`` is how long it took.
+    """
+
+    directory: str
+    tensors: int
+    bytes: int
+    written: int = 0
+    written_bytes: int = 0
+    cloned_bytes: int = 0
+    replaced: int = 0
+    present: int = 0
+    unread: int = 0
+    duplicates: int = 0
+    seconds: float = 0.0
+
+
+def seed(
+    model: str | os.PathLike[str] | Mapping[str, object] | Model,
+    directory: str | os.PathLike[str] | None = None,
+    *,
+    include: str | None = None,
+    threads: int | None = None,
+    verify: bool = False,
+    index: IndexChoice = None,
+    progress: Callable[[str, int, int], object] | None = None,
+) -> SeedResult:
+    """Put every tensor of ``model`` over 10 MiB into the cache ``directory``, as a server that received it would.
+
+    ``directory`` is made if missing; None is that of a stock server, `default_directory`. ``include`` is a regular
+    expression found in the names of the tensors wanted. ``threads`` (0 to 64; 0: in line; None: GGML_RPC_LOAD_THREADS,
+    or one for each CPU of this process, at most 8) copy and hash. ``index`` is the index of hashes (a path or
+    `HashIndex`; None: the user's; False: none): a tensor it knows, with an entry of the right size, is not read, unless
+    ``verify``, which reads such entries and replaces damaged ones.
+    ``progress(name, done, total)``, in bytes, is called on this thread.
+
+    An entry is named after what was read back from it, synced, and put in place in one step: whatever interrupts, it is
+    whole and rightly named or not there. Raises ModelError for a model that cannot be read or that changed meanwhile,
+    ConfigError for what cannot be meant, CacheError where an entry cannot be stored (its text says what was done).
+    """
+    started = time.monotonic()
+    count = worker_count(threads)
+    pattern = _compiled(include)
+    opened = model if isinstance(model, Model) else open_model(model)
+    try:
+        tensors = _chosen(opened, pattern, include)
+        cache = _cache_in(default_directory() if directory is None else directory)
+        with index_for(index) as hashes:
+            work = _Seeding(cache, tensors, hashes, verify)
+            try:
+                work.run(count, progress)
+            except CacheError as error:
+                raise CacheError(
+                    f"{error.detail}; {work.said()}", path=error.path, errno=error.errno, hint=error.hint
+                ) from error
+            finally:
+                work.remember()
+            opened.check_unchanged()
+            return work.result(time.monotonic() - started)
+    finally:
+        if opened is not model:
+            opened.close()
+
+
+def _cache_in(directory: str | os.PathLike[str]) -> StrictCache:
+    try:
+        return StrictCache(directory)
+    except ConfigError as error:
+        refused = error.__cause__
+        if not isinstance(refused, OSError) or refused.errno in (errno.EEXIST, errno.ENOTDIR):
+            raise
+        raise CacheError(error.detail, path=str(directory), errno=refused.errno, hint=error.hint) from refused
+
+
+def _compiled(include: str | None) -> re.Pattern[str] | None:
+    try:
+        return None if include is None else re.compile(include)
+    except (re.error, RecursionError, OverflowError, TypeError, ValueError) as error:
+        raise ConfigError(f"include: {include!r} is not a regular expression: {error}") from error
+
+
+def _chosen(model: Model, pattern: re.Pattern[str] | None, include: str | None) -> list[ModelTensor]:
+    """The tensors that get an entry, in the model's order; ConfigError if ``include`` finds none of any size."""
+    found = [tensor for name, tensor in model.tensors.items() if pattern is None or pattern.search(name)]
+    if not found and pattern is not None:
+        raise ConfigError(
+            f"include: {include!r} is in none of the {len(model.tensors)} tensor names",
+            hint="weightwire info lists the names",
+        )
+    return [tensor for tensor in found if tensor.nbytes > CACHE_THRESHOLD]
+
+
+class _Seeding:
+    """One run: the counts, and what the workers must agree on, behind ``_lock``."""
+
+    def __init__(self, cache: StrictCache, tensors: list[ModelTensor], index: HashIndex | None, verify: bool) -> None:
+        self._cache = cache
+        self._tensors = tensors
+        self._index = index
+        self._verify = verify
+        self._lock = threading.Lock()
+        self._claimed: set[int] = set()
+        self._found: list[tuple[FileRange, str, Hashes]] = []
+        self._counts = dict.fromkeys(
+            ("written", "written_bytes", "cloned_bytes", "replaced", "present", "unread", "duplicates"), 0
+        )
+        self._done = 0
+        self._last = ""
+        self._identities: dict[int, FileIdentity] = {}
+        self._known: dict[str, Hashes] = {}
+        self._sizes: set[int] = set()
+
+    def run(self, threads: int, progress: Callable[[str, int, int], object] | None) -> None:
+        total = sum(tensor.nbytes for tensor in self._tensors)
+
+        def watch() -> None:
+            if progress is not None:
+                progress(self._last, min(self._done, total), total)
+
+        self._look_up()
+        for _ in run_each(self._tensors, self._one, threads, watch):
+            pass
+        self._done = total
+        watch()
+
+    def _look_up(self) -> None:
+        ranges = [(t.name, t.payload) for t in self._tensors if isinstance(t.payload, FileRange)]
+        for _, payload in ranges:
+            if payload.fd not in self._identities:
+                self._identities[payload.fd] = identity_of(payload.fd)
+        if self._index is not None:
+            known = self._index.find([payload for _, payload in ranges])
+            self._known = {name: at for (name, _), at in zip(ranges, known, strict=True) if at is not None}
+        try:
+            with os.scandir(self._cache.directory) as entries:
+                self._sizes = {entry.stat(follow_symlinks=False).st_size for entry in entries}
+        except OSError:
+            self._sizes = set()
+
+    def remember(self) -> None:
+        """Give the index what was computed."""
+        if self._index is not None:
+            self._index.record(self._found, self._identities)
+
+    def said(self) -> str:
+        """What was done so far, for a message."""
+        counts = self._counts
+        stored = f"{counts['written']} of {len(self._tensors)} entries were stored"
+        return f"{stored}, {counts['present']} were there before" if counts["present"] else stored
+
+    def result(self, seconds: float) -> SeedResult:
+        return SeedResult(
+            directory=str(self._cache.directory),
+            tensors=len(self._tensors),
+            bytes=sum(tensor.nbytes for tensor in self._tensors),
+            seconds=seconds,
+            **self._counts,
+        )
+
+    # On a worker's thread.
+
+    def _one(self, tensor: ModelTensor, check: Callable[[], None]) -> None:
+        told = 0
+
+        def tell(nbytes: int) -> None:
+            nonlocal told
+            told += nbytes
+            with self._lock:
+                self._done += nbytes
+                self._last = tensor.name
+            check()
+
+        try:
+            self._place(tensor, check, tell)
+        except OSError as error:
+            raise _refused(self._cache, tensor, error) from error
+        tell(tensor.nbytes - told)
+
+    def _place(self, tensor: ModelTensor, check: Callable[[], None], tell: Callable[[int], None]) -> None:
+        hashes = self._known.get(tensor.name)
+        # Where an entry of this size is there it may well be this tensor's: reading is cheaper than writing.
+        if hashes is None and tensor.nbytes in self._sizes:
+            hashes = self._hash(tensor.payload, check)
+            self._found_out(tensor, hashes)
+        replaces = False
+        if hashes is not None:
+            if not self._claim(hashes.fnv1a):
+                self._count(duplicates=1)
+                return
+            there = self._there(hashes.fnv1a, tensor.nbytes, check)
+            if there:
+                self._count(present=1, unread=0 if self._verify else 1)
+                return
+            replaces = there is False
+        with CopyingWriter(self._cache) as writer:
+            cloned = writer.fill(tensor.payload, check, tell)
+            # Named after what lies on the disk: the model may have been written to meanwhile.
+            stored = self._hash(writer.content(), check)
+            if hashes is None or stored.fnv1a != hashes.fnv1a:
+                self._found_out(tensor, stored)
+                if not self._claim(stored.fnv1a):
+                    self._count(duplicates=1)
+                    return
+                there = self._there(stored.fnv1a, tensor.nbytes, check)
+                if there:
+                    self._count(present=1, unread=0 if self._verify else 1)
+                    return
+                replaces = there is False
+            check()
+            writer.commit(stored.fnv1a)
+        self._count(written=1, written_bytes=tensor.nbytes, cloned_bytes=cloned, replaced=int(replaces))
+
+    def _hash(self, payload: FileRange | memoryview, check: Callable[[], None]) -> Hashes:
+        if self._index is not None:
+            return hash_with_digest(payload, check)
+        return Hashes(hash_payloads([payload], check=check)[0], b"")
+
+    def _there(self, content_hash: int, nbytes: int, check: Callable[[], None]) -> bool | None:
+        """Whether a usable entry is there: None if nothing of the name is, False if what is must be replaced."""
+        fd = self._cache.lookup(content_hash, nbytes)
+        if fd is None:
+            return None if self._cache.size_of(content_hash) is None else False
+        try:
+            if not self._verify or hash_payloads([FileRange(fd, 0, nbytes)], check=check) == [content_hash]:
+                self._cache.used(fd)  # wanted again: it is not to be pruned first
+                return True
+        except ValueError:  # a ModelError: it shrank, or cannot be read
+            pass
+        finally:
+            os.close(fd)
+        logger.warning(
+            "cache %s: %s did not hash to its name; replaced", self._cache.directory, entry_name(content_hash)
+        )
+        return False
+
+    def _claim(self, content_hash: int) -> bool:
+        """Whether this is the first tensor of the run with that content."""
+        with self._lock:
+            first = content_hash not in self._claimed
+            self._claimed.add(content_hash)
+            return first
+
+    def _count(self, **more: int) -> None:
+        with self._lock:
+            for name, number in more.items():
+                self._counts[name] += number
+
+    def _found_out(self, tensor: ModelTensor, hashes: Hashes) -> None:
+        if isinstance(tensor.payload, FileRange) and hashes.sha256:
+            with self._lock:
+                self._found.append((tensor.payload, tensor.name, hashes))
+
+
+def _refused(cache: StrictCache, tensor: ModelTensor, error: OSError) -> CacheError:
+    """What an OSError from the directory means, and what to do about it."""
+    reason = error.strerror or str(error)
+    what = f"cache {cache.directory}: the entry for {tensor.name!r} ({tensor.nbytes} bytes) cannot be stored: {reason}"
+    hint = ""
+    if error.errno in _NO_ROOM:
+        hint = "make room (weightwire cache prune) and seed again: what is there already is not written again"
+    elif error.errno in _NOT_ALLOWED:
+        hint = "name a directory that this user may write to"
+    elif error.errno in (errno.EISDIR, errno.ENOTEMPTY, errno.EEXIST):
+        hint = "something else has that entry's name: weightwire cache verify lists what does not belong there"
+    return CacheError(what, path=str(cache.directory), errno=error.errno, hint=hint)

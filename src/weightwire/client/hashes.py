@@ -1,0 +1,163 @@
+"""What is known and found out about the hashes of a model's large tensors: the index first, then the pool."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from weightwire.client.dropping import DropBehind
+from weightwire.client.hashpool import HashFeed, HashPool, Watch
+from weightwire.client.sources import in_blocks
+from weightwire.errors import ModelError
+from weightwire.hashing import cpu_features
+from weightwire.index import FileIdentity, Hashes, HashIndex, hash_with_digest, identity_of
+from weightwire.model import Model, ModelTensor
+from weightwire.ranges import FileRange
+from weightwire.wire.commands import CACHE_THRESHOLD
+
+__all__ = ["TensorHashes", "is_cached"]
+
+_log = logging.getLogger(__name__)
+
+_INTERLEAVED: Final = 4
+"""Tensors that one thread hashes together where the CPU has no vectors for one: their waits overlap."""
+
+
+def is_cached(tensor: ModelTensor) -> bool:
+    """Whether servers keep such a tensor in their caches (docs/protocol.md, section 9)."""
+    return tensor.nbytes > CACHE_THRESHOLD
+
+
+class TensorHashes:
+    """FNV-1a 64 of those of ``tensors`` that a cache may hold, each read at most once, for any number of senders.
+
+    What ``index`` has is not read at all; what it lacks is added to it by `record`. ``threads`` and ``in_flight``
+    (bytes, of all senders together) are the pool's. ``read`` is how files are read (see `Sources`); ``drop`` keeps what
+    is still to be read for the index. `start` and `close` belong to one ``try`` and its ``finally``.
+
+    Raises ModelError where a file cannot be looked at.
+    """
+
+    def __init__(
+        self,
+        tensors: Iterable[ModelTensor],
+        *,
+        threads: int,
+        in_flight: int,
+        index: HashIndex | None = None,
+        read: str = "auto",
+        drop: DropBehind | None = None,
+    ) -> None:
+        self._tensors = [tensor for tensor in tensors if is_cached(tensor)]
+        self._number = {tensor.name: number for number, tensor in enumerate(self._tensors)}
+        self._index = index
+        self._in_flight = in_flight
+        self._identities: dict[int, FileIdentity] = {}
+        known: dict[int, int] = {}
+        files = {n: tensor.payload for n, tensor in enumerate(self._tensors) if isinstance(tensor.payload, FileRange)}
+        if index is not None:
+            for payload in files.values():
+                if payload.fd not in self._identities:
+                    self._identities[payload.fd] = _identity(payload)
+            for number, found in zip(files, index.find(list(files.values())), strict=True):
+                if found is not None:
+                    known[number] = found.fnv1a
+        self._known = frozenset(known)
+        self._doubtful: set[str] = set()
+        settled = {fd for fd, identity in self._identities.items() if identity.settled}
+        payloads = [tensor.payload for tensor in self._tensors]
+        # Of a file that was changed a moment ago nothing could be recorded.
+        digest = [number for number, payload in files.items() if payload.fd in settled and number not in known]
+        if drop is not None:
+            drop.want(files[number] for number in digest)
+        self.pool = HashPool(
+            payloads,
+            threads=threads,
+            known=known,
+            digest=digest,
+            group=_INTERLEAVED if cpu_features().many == "interleaved" else 1,
+            blocks=in_blocks(payloads, read),
+            digested=None if drop is None else drop.done,
+        )
+
+    @property
+    def known(self) -> int:
+        """How many the index knew."""
+        return len(self._known)
+
+    def feed(self, tensors: Sequence[ModelTensor], senders: int = 1) -> HashFeed:
+        """The hashes of those of ``tensors`` that a cache may hold, in order, for one of ``senders``.
+
+        All feeds are made before `start`.
+        """
+        order = [self._number[tensor.name] for tensor in tensors if is_cached(tensor)]
+        return self.pool.feed(order, self._in_flight // senders)
+
+    def start(self) -> None:
+        """Begin to hash."""
+        self.pool.start()
+
+    def close(self) -> None:
+        """Stop, within about a tenth of a second. Idempotent."""
+        self.pool.close()
+
+    def from_index(self, name: str) -> bool:
+        """Whether the hash of tensor ``name`` is the index's word alone."""
+        return self._number.get(name) in self._known
+
+    def doubt(self, name: str) -> None:
+        """A server filled tensor ``name`` wrongly: was it asked for by a wrong hash? For any thread."""
+        self._doubtful.add(name)
+
+    def record(self, model: Model, watch: Watch) -> int:
+        """Add to the index what was found out, once everything has arrived. Returns how many hashes were new.
+
+        ``watch`` is called a few times a second while SHA-256 is still computed; what it raises is passed on. Raises
+        ModelError, with nothing recorded, if ``model`` is not what it was when it was opened.
+        """
+        if self._index is None:
+            return 0
+        self.pool.finish_digests(watch)
+        model.check_unchanged()
+        entries: list[tuple[FileRange, str, Hashes]] = []
+        for number, (value, digest) in sorted(self.pool.results().items()):
+            tensor = self._tensors[number]
+            assert isinstance(tensor.payload, FileRange)
+            entries.append((tensor.payload, tensor.name, Hashes(value, digest)))
+        stored = self._index.record(entries, self._identities) if entries else 0
+        return stored + self.recheck()
+
+    def recheck(self) -> int:
+        """Hash anew what the index said of tensors that a server filled wrongly; where it was wrong, put it right.
+
+        Returns how many entries were wrong. What cannot be read any more is left as it is.
+        """
+        index, wrong = self._index, 0
+        for name in sorted(self._doubtful):
+            if index is None or not self.from_index(name):
+                continue
+            tensor = self._tensors[self._number[name]]
+            assert isinstance(tensor.payload, FileRange)
+            try:
+                right = hash_with_digest(tensor.payload)
+            except ModelError as error:
+                _log.debug("%s: %s", name, error)
+                continue
+            said = self.pool.hash_of(self._number[name])
+            if right.fnv1a != said:
+                wrong += 1
+                _log.warning(
+                    "the index %s said that tensor %r hashes to %016x, but it hashes to %016x: entry replaced",
+                    index.path, name, said, right.fnv1a,
+                )  # fmt: skip
+                index.record([(tensor.payload, name, right)], self._identities)
+        self._doubtful.clear()
+        return wrong
+
+
+def _identity(payload: FileRange) -> FileIdentity:
+    try:
+        return identity_of(payload.fd)
+    except OSError as error:
+        raise ModelError(f"cannot look at: {error.strerror}", path=payload.path) from error

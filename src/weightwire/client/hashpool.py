@@ -1,0 +1,369 @@
+"""Hash tensors ahead of those who send them, on several threads, each tensor once however many want it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from enum import IntEnum
+from typing import Final
+
+from weightwire.client.sources import hash_blocks
+from weightwire.errors import ModelError
+from weightwire.hashing import hash_payload, hash_payloads
+from weightwire.index import hash_with_digest, sha256_of
+from weightwire.ranges import FileRange
+
+__all__ = ["HashFeed", "HashPool"]
+
+_log = logging.getLogger(__name__)
+
+_LOOK: Final = 0.2
+"""Seconds between two looks around while a hash is waited for: a tensor can take minutes."""
+
+Payload = FileRange | memoryview
+Watch = Callable[[], object]
+
+
+class _State(IntEnum):
+    WAITING = 0
+    RUNNING = 1
+    DONE = 2
+
+
+class _Cancelled(Exception):
+    """The pool was closed."""
+
+
+class HashPool:
+    """FNV-1a 64 of ``payloads``, on ``threads`` threads of its own; with 0, on the thread that asks.
+
+    ``known`` has the hashes that are known beforehand, by number of payload; those payloads are not read. ``digest``
+    are the numbers whose SHA-256 is wanted, too: it is taken when no hash is, and at most the bytes in flight behind.
+    ``digested`` is called with each such payload when that has been done. ``group`` payloads are hashed together by one
+    thread, but for those numbered ``blocks``, which are read in large blocks. Who wants hashes makes a `feed` before
+    `start`.
+
+    `start` and `close` belong to one ``try`` and its ``finally``: an interrupt may come at any moment. The first
+    failure of any thread is raised to everybody who asks afterwards.
+    """
+
+    def __init__(
+        self,
+        payloads: Sequence[Payload],
+        *,
+        threads: int,
+        known: Mapping[int, int] | None = None,
+        digest: Collection[int] = (),
+        group: int = 1,
+        blocks: frozenset[int] = frozenset(),
+        digested: Callable[[Payload], object] | None = None,
+    ) -> None:
+        self._payloads = payloads
+        self._count = threads
+        self._group = max(group, 1)
+        self._changed = threading.Condition(threading.Lock())
+        self._hashes: list[int | None] = [None] * len(payloads)
+        self._state = [_State.WAITING] * len(payloads)
+        for index, value in (known or {}).items():
+            self._hashes[index] = value
+            self._state[index] = _State.DONE
+        self._wanted = {index for index in digest if self._hashes[index] is None}
+        self._digests: dict[int, bytes] = {}
+        self._blocks = blocks
+        self._digested = digested
+        self._behind: deque[int] = deque()
+        self._digesting = 0
+        self._feeds: list[HashFeed] = []
+        self._turn = 0
+        self._threads: list[threading.Thread] = []
+        self._failure: BaseException | None = None
+        self._closed = False
+
+    def feed(self, order: Sequence[int], in_flight: int) -> HashFeed:
+        """The hashes of the payloads numbered ``order``, one after the other, for one who sends them.
+
+        At most ``in_flight`` bytes of them are hashed before `HashFeed.release`, or one larger payload alone.
+        """
+        feed = HashFeed(self, order, in_flight)
+        self._feeds.append(feed)
+        return feed
+
+    def start(self) -> None:
+        """Begin with the first payloads of every feed."""
+        work = sum(state is _State.WAITING for state in self._state)
+        for number in range(min(self._count, work)):
+            thread = threading.Thread(target=self._work, name=f"weightwire-hash-{number}")
+            self._threads.append(thread)
+            try:
+                thread.start()
+            except RuntimeError as error:  # the system gives no more of them
+                self._threads.pop()
+                self._count = len(self._threads)
+                _log.warning("only %d of the threads that hash could be started: %s", self._count, error)
+                return
+
+    def close(self) -> None:
+        """Stop, within about a tenth of a second; afterwards nothing reads the payloads, so files may be closed."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join()
+        self._threads.clear()
+
+    def check(self) -> None:
+        """Raise what a thread failed with, if one did."""
+        if self._failure is not None:
+            raise self._failure
+
+    @property
+    def threads(self) -> int:
+        """How many threads it may use."""
+        return self._count
+
+    def results(self) -> dict[int, tuple[int, bytes]]:
+        """FNV-1a 64 and SHA-256 of what was hashed here and has both, by number of payload."""
+        with self._changed:
+            found = {}
+            for index, digest in self._digests.items():
+                value = self._hashes[index]
+                if value is not None:
+                    found[index] = (value, digest)
+            return found
+
+    def hash_of(self, index: int) -> int | None:
+        """The hash of payload number ``index``, if it is known by now."""
+        return self._hashes[index]
+
+    def finish_digests(self, watch: Watch) -> None:
+        """Wait for the SHA-256 of everything that has been hashed and wants one; ``watch`` as in `HashFeed.get`."""
+        self._wait(lambda: not self._behind and not self._digesting, watch)
+
+    # For feeds and workers.
+
+    def _wait(self, done: Callable[[], bool], watch: Watch) -> None:
+        while True:
+            with self._changed:
+                if self._changed.wait_for(lambda: done() or self._failure is not None or self._closed, _LOOK):
+                    self.check()
+                    if not done():
+                        raise RuntimeError("the hashes were given up")
+                    return
+            watch()
+
+    def _work(self) -> None:
+        try:
+            while True:
+                with self._changed:
+                    while (task := self._take()) is None:
+                        if self._closed:
+                            return
+                        self._changed.wait()
+                    if self._closed:
+                        return
+                    hashing, indices = task
+                self._run(hashing, indices, self._stop_if_closed)
+        except _Cancelled:
+            pass
+        except BaseException as error:
+            with self._changed:
+                self._failure = self._failure or error
+                self._changed.notify_all()
+
+    def _stop_if_closed(self) -> None:
+        if self._closed or self._failure is not None:
+            raise _Cancelled
+
+    def _take(self) -> tuple[bool, list[int]] | None:
+        """What to do next: (True, payloads to hash) or (False, [a payload to digest]). The lock is held."""
+        if self._closed or self._failure is not None:
+            return None
+        for step in range(len(self._feeds)):
+            feed = self._feeds[(self._turn + step) % len(self._feeds)]
+            indices = feed._take(self._group)
+            if indices:
+                self._turn += step + 1
+                return True, indices
+        if self._behind:
+            self._digesting += 1
+            return False, [self._behind.popleft()]
+        return None
+
+    def _run(self, hashing: bool, indices: list[int], check: Watch) -> None:
+        payloads = [self._payloads[index] for index in indices]
+        if not hashing:
+            digest = sha256_of(payloads[0], check)
+            with self._changed:
+                self._digests[indices[0]] = digest
+                self._digesting -= 1
+                self._settle(indices[0])
+            return
+        hashes = self._hash(indices, check)
+        with self._changed:
+            for index, value in zip(indices, hashes, strict=True):
+                self._hashes[index] = value
+                self._state[index] = _State.DONE
+                if index in self._wanted:
+                    self._behind.append(index)
+            self._changed.notify_all()
+
+    def _hash(self, indices: Sequence[int], check: Watch) -> list[int]:
+        payloads = [self._payloads[index] for index in indices]
+        if self._blocks and not self._blocks.isdisjoint(indices):
+            return [
+                hash_blocks(payload, check) if isinstance(payload, FileRange) else hash_payload(payload)
+                for payload in payloads
+            ]
+        return hash_payloads(payloads, check=check)
+
+    def _settle(self, index: int) -> None:
+        """Payload ``index`` was digested: those who have released it have its bytes in flight no longer."""
+        self._wanted.discard(index)
+        if self._digested is not None:
+            self._digested(self._payloads[index])
+        for feed in self._feeds:
+            feed._let_go(index)
+        self._changed.notify_all()
+
+
+class HashFeed:
+    """The hashes of some of a pool's payloads, in the order of one sender; made by `HashPool.feed`.
+
+    ``get`` and ``release`` take positions in that order, and ``known`` of its hashes were known beforehand. Used by one
+    thread.
+    """
+
+    def __init__(self, pool: HashPool, order: Sequence[int], in_flight: int) -> None:
+        self.pool = pool
+        self._order = order
+        self.in_flight = in_flight
+        self._next = 0
+        self._demand = -1
+        self._bytes = 0
+        self.known = sum(pool._state[index] is _State.DONE for index in order)
+        self._held: dict[int, bool] = {}  # payload -> whether it was released, and only its digest is missing
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def get(self, position: int, watch: Watch) -> int:
+        """The hash of the payload at ``position``, waited for if need be.
+
+        ``watch`` is called a few times a second meanwhile; what it raises ends the wait. Raises ModelError where a
+        file, be it another one's, cannot be read.
+        """
+        pool, index = self.pool, self._order[position]
+        pool.check()
+        here = pool.threads == 0
+        while (value := pool._hashes[index]) is None:
+            with pool._changed:
+                self._demand = max(self._demand, position)
+                indices = self._take(pool._group) if here and pool._state[index] is _State.WAITING else []
+                pool._changed.notify_all()
+            if indices:
+                self._hash_here(indices, watch)
+            else:
+                # Without threads it is another feed's caller who is at it, and he may give up.
+                pool._wait(
+                    lambda: pool._state[index] is _State.DONE or (here and pool._state[index] is _State.WAITING), watch
+                )
+        return value
+
+    def release(self, position: int) -> None:
+        """The payload at ``position`` has been dealt with; others may be hashed in its place."""
+        pool, index = self.pool, self._order[position]
+        with pool._changed:
+            if index not in self._held:
+                return
+            self._held[index] = True
+            self._let_go(index)
+            pool._changed.notify_all()
+
+    def leave_out(self, positions: Collection[int]) -> None:
+        """Want the payloads at ``positions`` no more; those behind move up. Before the first `get`."""
+        with self.pool._changed:
+            gone = {self._order[position] for position in positions}
+            self._order = [index for index in self._order if index not in gone]
+            self._next = 0
+            for index in gone & self._held.keys():
+                self._held[index] = True
+                self._let_go(index)
+            self.pool._changed.notify_all()
+
+    def close(self) -> None:
+        """Want no more hashes; what another feed wants goes on."""
+        with self.pool._changed:
+            self._next = len(self._order)
+            self._held.clear()
+            self._bytes = 0
+            self.pool._changed.notify_all()
+
+    # The lock is held in these.
+
+    def _take(self, group: int) -> list[int]:
+        """The next payloads to hash, at most ``group`` of them, as far as the bytes in flight allow; now running."""
+        pool, order = self.pool, self._order
+        if self._demand >= 0 and pool._state[order[self._demand]] is _State.WAITING:
+            self._next = min(self._next, self._demand)  # somebody else began it and gave up
+        taken: list[int] = []
+        while self._next < len(order) and len(taken) < group:
+            index = order[self._next]
+            if pool._state[index] is _State.WAITING:
+                nbytes = pool._payloads[index].nbytes
+                full = self._bytes > 0 and self._bytes + nbytes > self.in_flight
+                if full and (taken or self._next > self._demand):
+                    break
+                pool._state[index] = _State.RUNNING
+                self._held[index] = False
+                self._bytes += nbytes
+                taken.append(index)
+            self._next += 1
+        return taken
+
+    def _let_go(self, index: int) -> None:
+        if self._held.get(index) and index not in self.pool._wanted:
+            del self._held[index]
+            self._bytes -= self.pool._payloads[index].nbytes
+
+    # Without threads.
+
+    def _hash_here(self, indices: list[int], watch: Watch) -> None:
+        pool = self.pool
+        looked = time.monotonic()
+
+        def check() -> None:
+            nonlocal looked
+            if time.monotonic() - looked >= _LOOK:
+                watch()
+                looked = time.monotonic()
+
+        both: dict[int, bytes] = {}
+        values: list[int] = []
+        try:
+            if pool._wanted.isdisjoint(indices):
+                values = pool._hash(indices, check)
+            else:
+                for index in indices:
+                    hashes = hash_with_digest(pool._payloads[index], check)
+                    values.append(hashes.fnv1a)
+                    both[index] = hashes.sha256
+        except BaseException as error:
+            with pool._changed:
+                for index in indices:
+                    pool._state[index] = _State.WAITING
+                if isinstance(error, ModelError):
+                    pool._failure = pool._failure or error
+                pool._changed.notify_all()
+            raise
+        with pool._changed:
+            for index, value in zip(indices, values, strict=True):
+                pool._hashes[index] = value
+                pool._state[index] = _State.DONE
+            pool._digests.update(both)
+            for index in both:
+                pool._settle(index)
+            pool._changed.notify_all()

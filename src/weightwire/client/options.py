@@ -1,0 +1,76 @@
+"""What a push may be asked to do, checked before anything is opened or sent."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from weightwire.config import CACHE_MODES, READ_MODES, LoadConfig
+from weightwire.errors import ConfigError
+from weightwire.index import HashIndex, default_index_path
+
+__all__ = ["IndexChoice", "ProgressCallback", "PushOptions"]
+
+ProgressCallback = Callable[[str, int, int], object]
+IndexChoice = HashIndex | str | os.PathLike[str] | bool | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushOptions:
+    """The keyword arguments of `Connection.push`. Raises ConfigError for what cannot be used.
+
+    ``load`` has what ``threads`` and ``in_flight`` come to, the environment and this machine's CPUs considered.
+    """
+
+    cache: str = "auto"
+    verify: bool = False
+    include: str | None = None
+    layers: str | None = None
+    progress: ProgressCallback | None = None
+    device: int = 0
+    threads: int | None = None
+    in_flight: int | None = None
+    index: IndexChoice = None
+    probe: bool | None = None
+    drop_behind: bool = False
+    read: str = "auto"
+    load: LoadConfig = field(init=False)
+
+    def __post_init__(self) -> None:
+        if self.cache not in CACHE_MODES:
+            raise ConfigError(f"cache: {self.cache!r} is not one of {', '.join(CACHE_MODES)}")
+        if self.read not in READ_MODES:
+            raise ConfigError(f"read: {self.read!r} is not one of {', '.join(READ_MODES)}")
+        if self.progress is not None and not callable(self.progress):
+            raise ConfigError("progress: it cannot be called", hint="give a function of (name, done, total)")
+        for name in ("verify", "drop_behind"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}: {getattr(self, name)!r} is neither True nor False")
+        if self.probe is not None and not isinstance(self.probe, bool):
+            raise ConfigError(f"probe: {self.probe!r} is none of True, False and None")
+        if self.index is not None and not isinstance(self.index, (HashIndex, str, os.PathLike, bool)):
+            raise ConfigError(
+                f"index: {self.index!r} is no index", hint="give a path, a HashIndex, or False for none at all"
+            )
+        load = LoadConfig.resolve(threads=self.threads, in_flight=self.in_flight)
+        object.__setattr__(self, "load", load)
+
+    def uses_cache(self, server_has_cache: bool) -> bool:
+        """Whether a server that said so (or not) in HELLO is asked for tensors that its cache may have."""
+        return self.cache == "always" or (self.cache == "auto" and server_has_cache)
+
+    @property
+    def probes(self) -> bool:
+        """Whether hits are looked at: by default where the server need not be one that checks its cache itself."""
+        return self.cache == "always" if self.probe is None else self.probe
+
+    def open_index(self) -> HashIndex | None:
+        """The index to use, if any; whoever calls closes it, unless it is the caller's own (``index`` itself)."""
+        if isinstance(self.index, HashIndex):
+            return self.index
+        if self.index is False:
+            return None
+        if self.index is None or self.index is True:
+            return HashIndex() if default_index_path() is not None else None
+        return HashIndex(self.index)

@@ -1,0 +1,278 @@
+"""Fill servers' tensor caches over the wire, and leave nothing else behind on them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from weightwire.client import device as devices
+from weightwire.client.asking import Questions
+from weightwire.client.channel import Channel
+from weightwire.client.connection import Connection, connect
+from weightwire.client.crew import SummedProgress, Target, as_targets, run_all
+from weightwire.client.dropping import Claim, claims_for, dropping
+from weightwire.client.fanout import chosen_for
+from weightwire.client.hashes import TensorHashes, is_cached
+from weightwire.client.hashpool import HashFeed
+from weightwire.client.options import IndexChoice, ProgressCallback, PushOptions
+from weightwire.client.push import ModelSource
+from weightwire.client.remote import RemoteBuffer, RemoteTensor
+from weightwire.client.sender import Sender
+from weightwire.client.shared import shared_hashes
+from weightwire.client.sources import Sources
+from weightwire.errors import AllocationError, CacheUnavailable
+from weightwire.model import Model, ModelTensor, open_model
+from weightwire.profile import LoadProfile, LoadRecorder, Stage
+from weightwire.ranges import FileRange
+
+__all__ = ["WarmSummary", "Warmed", "warm"]
+
+_NO_CACHE = "start llama.cpp's rpc-server with -c, or 'weightwire serve' with --cache DIR"
+_NO_ROOM = "the disk of its cache may be full, or not writable; its log may say more"
+
+
+@dataclass(frozen=True, slots=True)
+class WarmSummary:
+    """What `warm` did with one server. ``tensors`` and ``bytes`` are those over 10 MiB, which caches hold: ``hits`` it
+    had already, ``misses`` and ``corrupt_hits`` (kept wrongly) were sent, ``sent`` bytes of them. ``too_large`` names
+    tensors that are longer than the server's largest buffer: they cannot be brought there, by a cache or without.
+    ``hashes_known`` counts those whose hash the index knew; ``threads`` hashed the others.
+    """
+
+    tensors: int
+    bytes: int
+    sent: int
+    hits: int
+    misses: int
+    corrupt_hits: int
+    too_large: tuple[str, ...]
+    hashes_known: int
+    threads: int
+    seconds: float
+    profile: LoadProfile
+
+
+@dataclass(frozen=True, slots=True)
+class Warmed:
+    """What became of one target of `warm`: a ``summary`` or an ``error``. The connection is closed either way.
+
+    ``endpoint``, ``protocol`` and ``transport`` are those of `Connection`; the last two are None where there was none.
+    """
+
+    target: Target
+    endpoint: str
+    protocol: str | None
+    transport: Mapping[str, object] | None
+    summary: WarmSummary | None
+    error: Exception | None
+
+
+def warm(
+    model: ModelSource,
+    targets: str | Target | Iterable[str | Target],
+    *,
+    progress: ProgressCallback | None = None,
+    threads: int | None = None,
+    in_flight: int | None = None,
+    index: IndexChoice = None,
+    drop_behind: bool = False,
+    read: str = "auto",
+    timeout: float = 30.0,
+    protocol: str | None = None,
+    transport: str = "auto",
+) -> list[Warmed]:
+    """Fill the tensor caches of servers, stock ones started with ``-c`` included, with a model's tensors over 10 MiB.
+
+    The next load of the model there, by whichever client, comes from the server's disk. The arguments are those of
+    `push_all`. On a server there is one buffer for the largest tensor meanwhile; when the last tensor has arrived, the
+    connection is closed and the server is free for others. A tensor whose hash the server knows is not sent, unless
+    its ends, made wrong before, show that the cache does not hold all of it.
+
+    One that fails does not stop the others: its error is in the list, in the order of ``targets``. It is
+    CacheUnavailable if the server does not keep what it is sent, which is found out after the first tensor and again
+    after the last, AllocationError where no tensor fits its largest buffer or it lacks the memory for the buffer, and
+    otherwise as with `Connection.push`. Raised are only ConfigError for an argument, ModelError for a model that
+    cannot be opened, and whatever interrupts the call (Ctrl-C), after which every connection is closed.
+    Source: docs/protocol.md, section 9.
+    """
+    aims = as_targets(targets)
+    options = PushOptions(
+        cache="always", threads=threads, in_flight=in_flight, index=index, drop_behind=drop_behind, read=read
+    )
+    opened = model if isinstance(model, Model) else open_model(model)
+    try:
+        chosen = [[tensor for tensor in chosen_for(opened, target) if is_cached(tensor)] for target in aims]
+        summed = SummedProgress(progress, [sum(tensor.nbytes for tensor in tensors) for tensors in chosen])
+        opened.check_unchanged()
+        with dropping(drop_behind) as drop, shared_hashes(opened, chosen, options, drop) as shared:
+            assert shared is not None  # cache="always"
+            claims = claims_for(drop, chosen)
+
+            def open_target(target: Target) -> Connection:
+                try:
+                    return connect(target.endpoint, timeout=timeout, protocol=protocol, transport=transport)
+                except BaseException:
+                    leave(aims.index(target))
+                    raise
+
+            def leave(number: int) -> None:
+                assert shared is not None
+                shared.leave(number)
+                claim = claims[number]
+                if claim is not None:
+                    claim.close()
+
+            def work(number: int, connection: Connection) -> WarmSummary:
+                try:
+                    hashes, feed = shared.take(number)
+                    with connection, connection._channel.exclusive("warm"):
+                        summary = _warm(
+                            connection._channel, opened, chosen[number], aims[number].device, hashes, feed,
+                            claims[number], read, summed.of(number),
+                        )  # fmt: skip
+                finally:
+                    leave(number)
+                summed.finish(number)
+                return summary
+
+            members = run_all(aims, open_target, work, lambda: summed.error)
+            if any(member.result is not None for member in members):
+                shared.record()
+        return [
+            Warmed(
+                member.target,
+                member.target.endpoint if member.connection is None else member.connection.endpoint,
+                None if member.connection is None else member.connection.protocol,
+                None if member.connection is None else member.connection.transport,
+                member.result,
+                member.error,
+            )
+            for member in members
+        ]
+    finally:
+        if opened is not model:
+            opened.close()
+
+
+def _warm(
+    channel: Channel,
+    model: Model,
+    tensors: Sequence[ModelTensor],
+    device: int,
+    hashes: TensorHashes,
+    feed: HashFeed,
+    claim: Claim | None,
+    read: str,
+    progress: ProgressCallback | None,
+) -> WarmSummary:
+    recorder, calls = LoadRecorder(), channel.calls
+    recorder.switch(Stage.ALLOC)
+    devices.check_device(channel, device, devices.device_count(channel))
+    limit = min(devices.max_size(channel, device), devices.MAX_BUFFER)
+    fits = [tensor for tensor in tensors if tensor.nbytes <= limit]
+    too_large = [number for number, tensor in enumerate(tensors) if tensor.nbytes > limit]
+    if too_large and not fits:
+        raise AllocationError(
+            f"{channel.endpoint}: its largest buffer is {limit} bytes, and each of the {len(tensors)} tensors over "
+            f"10 MiB is longer",
+            nbytes=min(tensor.nbytes for tensor in tensors),
+            hint="no client could load the model there; use another device",
+        )
+    feed.leave_out(too_large)
+    if fits:
+        scratch = devices.allocate(channel, max(tensor.nbytes for tensor in fits), device)
+        recorder.switch(Stage.OTHER)
+        if claim is not None:
+            claim.keep([number for number, tensor in enumerate(tensors) if tensor.nbytes <= limit])
+        sources = Sources([tensor.payload for tensor in fits], cached=range(len(fits)), read=read, claim=claim)
+        _fill(channel, recorder, fits, scratch, hashes, feed, sources, progress)
+        recorder.switch(Stage.WAIT)
+        devices.barrier(channel, device)
+    recorder.switch(Stage.OTHER)
+    model.check_unchanged()
+    recorder.calls = channel.calls - calls
+    profile = recorder.finish()
+    return WarmSummary(
+        tensors=len(tensors),
+        bytes=sum(tensor.nbytes for tensor in tensors),
+        sent=recorder.bytes - recorder.bytes_saved,
+        hits=recorder.hits,
+        misses=recorder.misses,
+        corrupt_hits=recorder.corrupt_hits,
+        too_large=tuple(tensors[number].name for number in too_large),
+        hashes_known=feed.known,
+        threads=hashes.pool.threads,
+        seconds=profile.span_ns / 1e9,
+        profile=profile,
+    )
+
+
+def _fill(
+    channel: Channel,
+    recorder: LoadRecorder,
+    tensors: Sequence[ModelTensor],
+    scratch: RemoteBuffer,
+    hashes: TensorHashes,
+    feed: HashFeed,
+    sources: Sources,
+    progress: ProgressCallback | None,
+) -> None:
+    # As plain bytes: what a cache keeps are the bytes of one SET_TENSOR, whatever type it names, and for those nothing
+    # has to be padded or announced (docs/protocol.md, sections 9 and 11).
+    placed = [RemoteTensor(tensor.name, None, (tensor.nbytes,), tensor.nbytes, scratch, 0) for tensor in tensors]
+    payloads = [tensor.payload for tensor in tensors]
+    questions = Questions(channel, recorder, placed, payloads, range(len(tensors)), feed, True, hashes.doubt)
+    _Warmer(channel, recorder, placed, payloads, questions, progress, sources).run()
+
+
+class _Warmer(Sender):
+    """Sends what the cache lacks into one buffer, and sees that the first and the last of it were kept."""
+
+    def __init__(
+        self,
+        channel: Channel,
+        recorder: LoadRecorder,
+        placed: Sequence[RemoteTensor],
+        payloads: Sequence[FileRange | memoryview],
+        questions: Questions,
+        progress: ProgressCallback | None,
+        sources: Sources,
+    ) -> None:
+        super().__init__(channel, recorder, placed, payloads, questions, progress, sources)
+        self._asked = questions
+        self._sent: list[int] = []
+
+    def run(self) -> None:
+        """Send everything that is not there; CacheUnavailable if the server does not keep it."""
+        super().run()
+        if len(self._sent) > 1:
+            self._check_kept(self._sent[-1])
+
+    def _send_large(self, index: int, tensor: RemoteTensor) -> None:
+        super()._send_large(index, tensor)
+        self._sent.append(index)
+        if len(self._sent) == 1:
+            # Before gigabytes are sent to a server that does not keep them.
+            self._check_kept(index)
+
+    def _check_kept(self, index: int) -> None:
+        previous = self._recorder.switch(Stage.ASK)
+        self._channel.settle()
+        hit, intact = self._asked.ask_again(index)
+        self._recorder.switch(previous)
+        if hit and intact:
+            return
+        endpoint, name = self._channel.endpoint, self._placed[index].name
+        if hit:
+            raise CacheUnavailable(
+                f"{endpoint} has kept only a part of tensor {name!r} in its cache", endpoint=endpoint, hint=_NO_ROOM
+            )
+        if len(self._sent) > 1 or self._asked.filled:
+            raise CacheUnavailable(
+                f"{endpoint} has not kept tensor {name!r} in its cache", endpoint=endpoint, hint=_NO_ROOM
+            )
+        raise CacheUnavailable(
+            f"{endpoint} keeps no tensor cache: it was sent tensor {name!r} and does not have it",
+            endpoint=endpoint,
+            hint=_NO_CACHE,
+        )

@@ -1,0 +1,18 @@
+"""The index of hashes: what a model's tensors hash to, remembered between runs, so that a file is read once."""
+
+from __future__ import annotations
+
+from weightwire.index.digest import Hashes, hash_with_digest, sha256_of
+from weightwire.index.identity import FileIdentity, identity_of
+from weightwire.index.store import HashIndex, Owner, default_index_path
+
+__all__ = [
+    "FileIdentity",
+    "HashIndex",
+    "Hashes",
+    "Owner",
+    "default_index_path",
+    "hash_with_digest",
+    "identity_of",
+    "sha256_of",
+]

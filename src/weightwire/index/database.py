@@ -1,0 +1,144 @@
+"""The file the index lies in: opened, told from other files, moved aside when it is damaged."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import stat
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    import sqlite3
+
+__all__ = ["Unusable", "connect", "is_busy", "is_damage", "move_aside"]
+
+logger = logging.getLogger(__name__)
+
+_APPLICATION: Final = 0x77777869
+"""SQLite's application_id of an index: "wwxi"."""
+
+_VERSION: Final = 1
+_MAGIC: Final = b"SQLite format 3\0"
+_POLL: Final = 0.1
+"""Seconds that SQLite waits for a lock by itself; longer waits are ours, where Ctrl-C is heard."""
+
+_SCHEMA: Final = (
+    "CREATE TABLE files (id INTEGER PRIMARY KEY, device INTEGER NOT NULL, inode INTEGER NOT NULL,"
+    " size INTEGER NOT NULL, mtime_ns INTEGER NOT NULL, ctime_ns INTEGER NOT NULL, path BLOB NOT NULL,"
+    " seen INTEGER NOT NULL, UNIQUE (device, inode))",
+    "CREATE INDEX files_by_path ON files (path)",
+    "CREATE TABLE hashes (file INTEGER NOT NULL, offset INTEGER NOT NULL, nbytes INTEGER NOT NULL,"
+    " fnv1a INTEGER NOT NULL, sha256 BLOB NOT NULL, tensor BLOB NOT NULL, seal BLOB NOT NULL,"
+    " PRIMARY KEY (file, offset, nbytes)) WITHOUT ROWID",
+    f"PRAGMA application_id = {_APPLICATION}",
+    f"PRAGMA user_version = {_VERSION}",
+)
+
+
+class Unusable(Exception):
+    """The file cannot serve as an index, and is not ours to move."""
+
+
+def connect(path: Path) -> sqlite3.Connection:
+    """Open the index at ``path``, made if it is missing. In autocommit mode, for any thread that holds a lock.
+
+    Raises Unusable for what is no index, and as sqlite3 does. Locks are waited for no longer than `_POLL`.
+    """
+    try:
+        import sqlite3
+    except ImportError as error:
+        raise Unusable("this Python has no sqlite3 module") from error
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            if not stat.S_ISREG(os.stat(path).st_mode):
+                raise Unusable("it is not a regular file")
+    except OSError as error:
+        raise Unusable(error.strerror or str(error)) from error
+    connection = sqlite3.connect(path, timeout=_POLL, isolation_level=None, check_same_thread=False)
+    try:
+        # Nothing waits for the disk: after a power cut the file may be damaged or old, which costs hashing again. Rows
+        # are sealed, so that none of them can be wrong.
+        connection.execute("PRAGMA synchronous = OFF")
+        _check(connection)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _check(connection: sqlite3.Connection) -> None:
+    if _made(connection):
+        return
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        if not _made(connection):  # another process may have been first
+            for statement in _SCHEMA:
+                connection.execute(statement)
+        connection.execute("COMMIT")
+    except BaseException:
+        _rollback(connection)
+        raise
+
+
+def _made(connection: sqlite3.Connection) -> bool:
+    """Whether the tables are there. Unusable if other ones are."""
+    application = connection.execute("PRAGMA application_id").fetchone()[0]
+    version = connection.execute("PRAGMA user_version").fetchone()[0]
+    if application == _APPLICATION and version == _VERSION:
+        return True
+    if application == _APPLICATION:
+        raise Unusable(f"it has the form {version} of another weightwire; this one knows form {_VERSION}")
+    if application or version or connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+        raise Unusable("it is a database of something else")
+    return False
+
+
+def _rollback(connection: sqlite3.Connection) -> None:
+    import sqlite3
+
+    with contextlib.suppress(sqlite3.Error):
+        connection.execute("ROLLBACK")
+
+
+def is_busy(error: Exception) -> bool:
+    """Whether another process or thread held the file locked (SQLITE_BUSY, SQLITE_LOCKED)."""
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF in (5, 6)
+
+
+def is_damage(error: Exception) -> bool:
+    """Whether what lies there is no sound database (SQLITE_CORRUPT, SQLITE_NOTADB, tables that are not ours)."""
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+    return code in (11, 26) or (code == 1 and "no such" in str(error))
+
+
+def move_aside(path: Path, seen: tuple[int, int] | None) -> bool:
+    """Rename a damaged index to ``<name>.damaged``, unless another process has done so since ``seen`` was there.
+
+    ``seen`` is its (device, inode). True if the place is free or holds another file now. A file that was never an
+    index, as a mistaken WEIGHTWIRE_INDEX may name, is left where it is: False.
+    """
+    try:
+        with open(path.with_name(path.name + ".lock"), "ab") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                found = os.stat(path)
+            except FileNotFoundError:
+                return True
+            if seen is not None and (found.st_dev, found.st_ino) != seen:
+                return True
+            with open(path, "rb") as file:
+                start = file.read(len(_MAGIC))
+            if start != _MAGIC and path.suffix != ".sqlite3":
+                return False
+            # First the journal: it must never be played back into the index that is begun anew.
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path.with_name(path.name + "-journal"))
+            os.replace(path, path.with_name(path.name + ".damaged"))
+            return True
+    except OSError as error:
+        logger.debug("index %s cannot be moved aside: %s", path, error)
+        return False

@@ -1,0 +1,415 @@
+"""`HashIndex`: hashes by file identity and range, in a SQLite file."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
+
+from weightwire.errors import ConfigError
+from weightwire.index import database
+from weightwire.index.digest import Hashes
+from weightwire.index.identity import FileIdentity, identity_of
+
+if TYPE_CHECKING:
+    import sqlite3
+
+    from weightwire.ranges import FileRange
+
+__all__ = ["HashIndex", "Owner", "default_index_path"]
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+_READ_SECONDS: Final = 2.0
+_WRITE_SECONDS: Final = 5.0
+"""Longest waits for a lock of the file; then the index counts as empty."""
+
+_REST_SECONDS: Final = 30.0
+"""After such a wait the index is left alone for as long: no push is to wait again and again."""
+
+_DAY: Final = 86_400
+_KEPT_DAYS: Final = 180
+_MOST_ROWS: Final = 250_000
+"""About 60 MB of file: a hundred models of 2,500 tensors."""
+
+
+class Owner(NamedTuple):
+    """A tensor that was seen to have some hash: its file's path, its name, its size and its SHA-256 (32 bytes)."""
+
+    path: str
+    tensor: str
+    nbytes: int
+    sha256: bytes
+
+
+def default_index_path() -> Path | None:
+    """Where the user's index is: ``$WEIGHTWIRE_INDEX``, else ``weightwire/index.sqlite3`` in ``$XDG_CACHE_HOME``, else
+    in ``~/.cache``. None if WEIGHTWIRE_INDEX is ``off``.
+
+    ConfigError if WEIGHTWIRE_INDEX cannot be the name of a file. An empty XDG_CACHE_HOME counts as unset.
+    """
+    given = os.environ.get("WEIGHTWIRE_INDEX")
+    if given is not None:
+        if not given.strip() or "\0" in given:
+            raise ConfigError(
+                f"environment variable WEIGHTWIRE_INDEX: {given!r} cannot be the name of a file",
+                hint='name a file, or "off"; see docs/configuration.md',
+            )
+        return None if given.strip().lower() == "off" else Path(given)
+    if shared := os.environ.get("XDG_CACHE_HOME"):
+        return Path(shared) / "weightwire" / "index.sqlite3"
+    return Path(os.path.expanduser("~")) / ".cache" / "weightwire" / "index.sqlite3"
+
+
+class HashIndex:
+    """The hashes of tensors of files seen before; a context manager.
+
+    ``path`` is its file (None: `default_index_path`, which may say that there is none). Safe to use from several
+    threads and processes at once, after a fork too. Nothing that the disk does is raised: what cannot be read is not
+    known, what cannot be written is forgotten, and either is logged once (at WARNING). A damaged file is moved aside to
+    ``<name>.damaged`` and begun anew. Files not seen for 180 days are dropped, and above 250,000 tensors those not seen
+    for longest.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
+        self.path = default_index_path() if path is None else Path(path)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._pid = os.getpid()
+        self._lock = threading.RLock()
+        self._connection: sqlite3.Connection | None = None
+        self._seen: tuple[int, int] | None = None
+        self._off = self.path is None
+        self._rest_until = 0.0
+        self._mended = False
+
+    def __enter__(self) -> HashIndex:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"HashIndex({str(self.path) if self.path is not None else 'off'!r})"
+
+    @property
+    def enabled(self) -> bool:
+        """False if there is no index, or its file turned out to be of no use."""
+        return not self._off
+
+    def close(self) -> None:
+        """Close the file. Idempotent; the next use would open it again."""
+        if self._pid != os.getpid():
+            return  # it is the parent's
+        with self._lock:
+            connection, self._connection = self._connection, None
+            if connection is not None:
+                _close(connection)
+
+    def find(self, ranges: Sequence[FileRange]) -> list[Hashes | None]:
+        """What is known of each range, in order: None for one that is not known, or whose file has changed since.
+
+        Costs one fstat(2) and one query for each file.
+        """
+        identities: dict[int, FileIdentity] = {}
+        for fd in {each.fd for each in ranges}:
+            with contextlib.suppress(OSError):
+                identities[fd] = identity_of(fd)
+        if not identities:
+            return [None] * len(ranges)
+        known = self._attempt("reading", lambda use: _rows(use, identities), _READ_SECONDS)
+        if known is None:
+            return [None] * len(ranges)
+        rows, stale = known
+        if stale:
+            self._attempt("noting what is used", lambda use: _note_seen(use, stale), 0.0, quiet=True)
+        return [rows.get((each.fd, each.offset, each.nbytes)) for each in ranges]
+
+    def record(self, entries: Iterable[tuple[FileRange, str, Hashes]], identities: Mapping[int, FileIdentity]) -> int:
+        """Remember ranges, the names of their tensors and their hashes; returns how many were stored.
+
+        ``identities`` gives for each ``fd`` what `identity_of` said *before* the bytes were read. Nothing is stored for
+        a file that is another now, or that had been changed so shortly before (2 s) that a further write might not
+        show. What was known of an earlier content of the file, or of an earlier file of its path, is dropped.
+        """
+        files: dict[int, list[tuple[FileRange, str, Hashes]]] = {}
+        for entry in entries:
+            files.setdefault(entry[0].fd, []).append(entry)
+        sound = {fd: of for fd, of in files.items() if fd in identities and _unchanged(fd, identities[fd])}
+        if not sound:
+            return 0
+        return (
+            self._attempt(
+                "writing",
+                lambda use: _store_all(use, [(identities[fd], of) for fd, of in sound.items()]),
+                _WRITE_SECONDS,
+                writes=True,
+            )
+            or 0
+        )
+
+    def owners(self) -> Mapping[int, list[Owner]]:
+        """Every tensor the index knows, by its FNV-1a 64."""
+        return self._attempt("reading", _owners, _READ_SECONDS) or {}
+
+    # How the file is used.
+
+    def _attempt(
+        self,
+        what: str,
+        work: Callable[[sqlite3.Connection], _T],
+        seconds: float,
+        *,
+        writes: bool = False,
+        quiet: bool = False,
+    ) -> _T | None:
+        """What ``work`` gives, done again while others hold the file for up to ``seconds``; None if it cannot be done.
+
+        ``work`` that ``writes`` is one transaction.
+        """
+        if self._pid != os.getpid():
+            # A connection must not be carried over a fork, nor a lock that another thread held. It is not closed: the
+            # parent goes on using it.
+            _ABANDONED.append(self._connection)
+            self._begin()
+        if self._off or time.monotonic() < self._rest_until:
+            return None
+        try:
+            import sqlite3
+        except ImportError:
+            self._give_up("it cannot be used: this Python has no sqlite3 module")
+            return None
+        deadline = time.monotonic() + seconds
+        with self._lock:
+            while True:
+                try:
+                    connection = self._open()
+                    return _transaction(connection, work) if writes else work(connection)
+                except database.Unusable as error:
+                    self._give_up(f"it cannot be used: {error}")
+                    return None
+                except (sqlite3.Error, OverflowError, ValueError) as error:
+                    if database.is_busy(error):
+                        if time.monotonic() < deadline:
+                            time.sleep(0.01)
+                            continue
+                        if not quiet:
+                            self._rest_until = time.monotonic() + _REST_SECONDS
+                            logger.warning(
+                                "index %s: %s failed: others hold it locked; not used for now", self.path, what
+                            )
+                        return None
+                    if quiet:
+                        return None
+                    if database.is_damage(error) and self._mend(error):
+                        continue
+                    self._give_up(f"{what} failed: {error}")
+                    return None
+
+    def _open(self) -> sqlite3.Connection:
+        if self._connection is None:
+            assert self.path is not None
+            self._seen = None
+            with contextlib.suppress(OSError):
+                found = os.stat(self.path)
+                self._seen = (found.st_dev, found.st_ino)
+            self._connection = database.connect(self.path)
+        return self._connection
+
+    def _mend(self, error: Exception) -> bool:
+        """Move a damaged file aside, once. Whether a new one can be begun."""
+        assert self.path is not None
+        self.close()
+        if self._mended or not database.move_aside(self.path, self._seen):
+            return False
+        self._mended = True
+        logger.warning("index %s: it is damaged (%s); moved aside and begun anew", self.path, error)
+        return True
+
+    def _give_up(self, why: str) -> None:
+        self.close()
+        self._off = True
+        logger.warning("index %s: %s; hashes are computed instead", self.path, why)
+
+
+_ABANDONED: list[sqlite3.Connection | None] = []
+"""Connections of a parent process: never closed, never used."""
+
+
+def _close(connection: sqlite3.Connection) -> None:
+    import sqlite3
+
+    with contextlib.suppress(sqlite3.Error):
+        connection.close()
+
+
+def _transaction(connection: sqlite3.Connection, work: Callable[[sqlite3.Connection], _T]) -> _T:
+    import sqlite3
+
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        result = work(connection)
+        connection.execute("COMMIT")
+    except BaseException:
+        with contextlib.suppress(sqlite3.Error):
+            connection.execute("ROLLBACK")
+        raise
+    return result
+
+
+def _unchanged(fd: int, before: FileIdentity) -> bool:
+    try:
+        return before.settled and before.same(identity_of(fd))
+    except OSError:
+        return False
+
+
+# What the rows hold.
+
+
+def _signed(value: int) -> int:
+    """A number of 64 bits as SQLite has it, with a sign."""
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+def _key(identity: FileIdentity) -> tuple[int, ...]:
+    return tuple(_signed(value) for value in identity[:5])
+
+
+def _seal(key: Sequence[int], offset: int, nbytes: int, fnv1a: int, sha256: bytes) -> bytes:
+    """A checksum over a row and the file it belongs to: SQLite would not notice a flipped bit, and a wrong hash would
+    have a server take other bytes for the tensor's.
+    """
+    return hashlib.sha256(struct.pack("<8q", *key, offset, nbytes, fnv1a) + sha256).digest()[:8]
+
+
+def _sealed(key: Sequence[int], offset: int, nbytes: int, fnv1a: int, sha256: bytes, seal: object) -> bool:
+    """Whether a row is what was written, down to the types of its columns."""
+    try:
+        return len(sha256) == 32 and seal == _seal(key, offset, nbytes, fnv1a, sha256)
+    except (struct.error, TypeError):
+        return False
+
+
+def _rows(
+    connection: sqlite3.Connection, identities: Mapping[int, FileIdentity]
+) -> tuple[dict[tuple[int, int, int], Hashes], list[int]]:
+    """The sound rows of all files by (fd, offset, nbytes), and the files whose use was noted more than a day ago."""
+    rows: dict[tuple[int, int, int], Hashes] = {}
+    old: set[int] = set()
+    now = int(time.time())
+    for fd, identity in identities.items():
+        key = _key(identity)
+        for file, seen, offset, nbytes, fnv1a, sha256, seal in connection.execute(
+            "SELECT id, seen, offset, nbytes, fnv1a, sha256, seal FROM files JOIN hashes ON file = id"
+            " WHERE device = ? AND inode = ? AND size = ? AND mtime_ns = ? AND ctime_ns = ?",
+            key,
+        ):
+            if abs(now - seen) > _DAY:
+                old.add(file)
+            if _sealed(key, offset, nbytes, fnv1a, sha256, seal):
+                rows[fd, offset, nbytes] = Hashes(fnv1a & (1 << 64) - 1, sha256)
+    return rows, sorted(old)
+
+
+def _note_seen(connection: sqlite3.Connection, files: Sequence[int]) -> None:
+    now = int(time.time())
+    connection.executemany("UPDATE files SET seen = ? WHERE id = ?", [(now, file) for file in files])
+
+
+def _store_all(
+    connection: sqlite3.Connection, files: Iterable[tuple[FileIdentity, Sequence[tuple[FileRange, str, Hashes]]]]
+) -> int:
+    now = int(time.time())
+    stored = sum(_store(connection, identity, entries, now) for identity, entries in files)
+    _bound(connection, now)
+    return stored
+
+
+def _store(
+    connection: sqlite3.Connection,
+    identity: FileIdentity,
+    entries: Sequence[tuple[FileRange, str, Hashes]],
+    now: int,
+) -> int:
+    key = _key(identity)
+    path = os.fsencode(os.path.abspath(entries[0][0].path)) if entries[0][0].path else b""
+    found = connection.execute(
+        "SELECT id, size, mtime_ns, ctime_ns FROM files WHERE device = ? AND inode = ?", key[:2]
+    ).fetchone()
+    if found is not None and found[1:] != key[2:]:
+        _drop(connection, [found[0]])
+        found = None
+    replaced = connection.execute(
+        "SELECT id FROM files WHERE path = ? AND path != x'' AND id IS NOT ?", (path, found and found[0])
+    ).fetchall()
+    _drop(connection, [row[0] for row in replaced])
+    if found is None:
+        cursor = connection.execute(
+            "INSERT INTO files (device, inode, size, mtime_ns, ctime_ns, path, seen) VALUES (?, ?, ?, ?, ?, ?, ?)",
+            (*key, path, now),
+        )
+        file = cursor.lastrowid
+    else:
+        file = found[0]
+        connection.execute("UPDATE files SET path = ?, seen = ? WHERE id = ?", (path, now, file))
+    rows = []
+    for each, tensor, hashes in entries:
+        fnv1a = _signed(hashes.fnv1a)
+        seal = _seal(key, each.offset, each.nbytes, fnv1a, hashes.sha256)
+        name = tensor.encode("utf-8", "surrogatepass")
+        rows.append((file, each.offset, each.nbytes, fnv1a, hashes.sha256, name, seal))
+    connection.executemany("INSERT OR REPLACE INTO hashes VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
+    return len(rows)
+
+
+def _drop(connection: sqlite3.Connection, files: Iterable[int]) -> None:
+    for file in files:
+        connection.execute("DELETE FROM hashes WHERE file = ?", (file,))
+        connection.execute("DELETE FROM files WHERE id = ?", (file,))
+
+
+def _bound(connection: sqlite3.Connection, now: int) -> None:
+    """Drop files not seen for long, and those longest not seen while there are too many rows."""
+    old = connection.execute("SELECT id FROM files WHERE seen < ?", (now - _KEPT_DAYS * _DAY,)).fetchall()
+    _drop(connection, [row[0] for row in old])
+    over = connection.execute("SELECT count(*) FROM hashes").fetchone()[0] - _MOST_ROWS
+    while over > 0:
+        row = connection.execute("SELECT id FROM files ORDER BY seen, id LIMIT 1").fetchone()
+        if row is None:
+            return
+        over -= connection.execute("SELECT count(*) FROM hashes WHERE file = ?", row).fetchone()[0]
+        _drop(connection, [row[0]])
+
+
+def _owners(connection: sqlite3.Connection) -> dict[int, list[Owner]]:
+    owners: dict[int, list[Owner]] = {}
+    for path, tensor, *row in connection.execute(
+        "SELECT path, tensor, device, inode, size, mtime_ns, ctime_ns, offset, nbytes, fnv1a, sha256, seal"
+        " FROM files JOIN hashes ON file = id ORDER BY path, offset"
+    ):
+        key, (offset, nbytes, fnv1a, sha256, seal) = row[:5], row[5:]
+        if _sealed(key, offset, nbytes, fnv1a, sha256, seal):
+            owner = Owner(os.fsdecode(path), _name(tensor), nbytes, sha256)
+            owners.setdefault(fnv1a & (1 << 64) - 1, []).append(owner)
+    return owners
+
+
+def _name(tensor: bytes) -> str:
+    try:
+        return tensor.decode("utf-8", "surrogatepass")
+    except UnicodeDecodeError:
+        return tensor.decode("utf-8", "replace")

@@ -1,0 +1,149 @@
+"""Entries read into memory in parallel pieces, hashed behind the reading."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.leaks import LeakCheck, eventually
+
+from weightwire.cache import reading
+from weightwire.cache.reading import PIECE, EntryChanged, Reader, ReadingStopped
+from weightwire.cache.workers import Workers
+from weightwire.hashing import fnv1a64
+
+SIZES = [1, 4096, 300_000, PIECE, 3 * PIECE + 17]
+
+
+@pytest.fixture
+def workers(no_leaks: LeakCheck) -> Iterator[Workers]:
+    made = Workers(3)
+    yield made
+    made.close()
+
+
+def start(reader: Reader, path: Path, target: bytearray, *, hashed: bool = True, placed_at: int = 0) -> reading.Fill:
+    return reader.start(os.open(path, os.O_RDONLY), memoryview(target), placed_at, hashed=hashed)
+
+
+@pytest.mark.parametrize("placed_at", [0, 64, PIECE - 1])
+@pytest.mark.parametrize("hashed", [True, False])
+def test_several_at_once(tmp_path: Path, workers: Workers, placed_at: int, hashed: bool) -> None:
+    payloads = [random.Random(size).randbytes(size) for size in SIZES]
+    for index, payload in enumerate(payloads):
+        (tmp_path / str(index)).write_bytes(payload)
+    reader = Reader(workers)
+    targets = [bytearray(size) for size in SIZES]
+    fills = [
+        start(reader, tmp_path / str(index), target, hashed=hashed, placed_at=placed_at)
+        for index, target in enumerate(targets)
+    ]
+    for payload, target, fill in zip(payloads, targets, fills, strict=True):
+        assert fill.finish() == (fnv1a64(payload) if hashed else None)
+        assert target == payload
+        fill.drop()
+        fill.drop()
+    reader.close()
+
+
+def test_without_any_thread(tmp_path: Path, no_leaks: LeakCheck) -> None:
+    """The one that waits does it all."""
+    payload = random.Random(5).randbytes(3 * PIECE)
+    (tmp_path / "entry").write_bytes(payload)
+    workers = Workers()
+    workers.close()
+    target = bytearray(len(payload))
+    fill = start(Reader(workers), tmp_path / "entry", target)
+    assert fill.finish() == fnv1a64(payload)
+    assert target == payload
+    fill.drop()
+
+
+def test_a_file_that_is_shorter_than_expected(tmp_path: Path, workers: Workers) -> None:
+    (tmp_path / "entry").write_bytes(bytes(2 * PIECE))
+    fill = start(Reader(workers), tmp_path / "entry", bytearray(3 * PIECE))
+    with pytest.raises(EntryChanged, match=f"byte {2 * PIECE}"):
+        fill.finish()
+    fill.drop()
+
+
+def test_a_file_that_is_written_to_meanwhile(tmp_path: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "entry"
+    path.write_bytes(bytes(4 * PIECE))
+    os.utime(path, ns=(1, 1))
+    fill = start(Reader(workers), path, bytearray(4 * PIECE))
+    os.utime(path, ns=(2, 2))
+    with pytest.raises(EntryChanged, match="written to"):
+        fill.finish()
+    fill.drop()
+
+
+def test_a_disk_that_cannot_read(tmp_path: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "entry").write_bytes(bytes(8 * PIECE))
+    real = os.preadv
+
+    def broken(fd: int, buffers: list[memoryview], offset: int) -> int:
+        if offset == 5 * PIECE:
+            raise OSError(errno.EIO, "Input/output error")
+        return real(fd, buffers, offset)
+
+    monkeypatch.setattr(reading.os, "preadv", broken)
+    fill = start(Reader(workers), tmp_path / "entry", bytearray(8 * PIECE))
+    with pytest.raises(OSError, match="Input/output"):
+        fill.finish()
+    fill.drop()
+
+
+def test_a_worker_that_fails_in_another_way_is_heard(
+    tmp_path: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "entry").write_bytes(bytes(4 * PIECE))
+
+    def broken(*arguments: object) -> int:
+        raise RuntimeError("out of order")
+
+    monkeypatch.setattr(reading.os, "preadv", broken)
+    fill = start(Reader(workers), tmp_path / "entry", bytearray(4 * PIECE))
+    with pytest.raises(RuntimeError, match="out of order"):
+        fill.finish()
+    fill.drop()
+
+
+def test_stop_wakes_who_waits_and_what_is_read_ends_later(
+    tmp_path: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "entry").write_bytes(bytes(2 * PIECE))
+    real, go, inside = os.preadv, threading.Event(), threading.Semaphore(0)
+
+    def slow(fd: int, buffers: list[memoryview], offset: int) -> int:
+        if threading.current_thread().name.startswith("weightwire-cache"):
+            inside.release()
+            go.wait(20)
+        return real(fd, buffers, offset)
+
+    monkeypatch.setattr(reading.os, "preadv", slow)
+    reader = Reader(workers)
+    fill = start(reader, tmp_path / "entry", bytearray(2 * PIECE))
+    assert inside.acquire(timeout=20)
+    assert inside.acquire(timeout=20)
+    stopped: list[bool] = []
+
+    def wait() -> None:
+        with pytest.raises(ReadingStopped):
+            fill.finish()
+        stopped.append(True)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    reader.stop()
+    thread.join(20)
+    assert stopped == [True]
+    reader.close()
+    assert fill.fd >= 0  # still being read from
+    go.set()
+    assert eventually(lambda: fill.fd < 0)
