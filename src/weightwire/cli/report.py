@@ -46,6 +46,8 @@ def push_lines(connection: Connection, summary: PushSummary) -> list[str]:
         f"pushed {summary.tensors} tensors, {human_bytes(summary.bytes)}, to {printable(where)}",
         f"in {seconds:.2f} s, {gib_per_second(summary.bytes, seconds):.2f} GiB/s; {human_bytes(summary.sent)} sent",
     ]
+    if connection.transport["kind"] == "tcp":
+        lines.append(printable(f"over tcp: {connection.transport['reason']}"))
     lines += _cache_lines(summary)
     if summary.verified:
         lines.append(f"every byte verified, in {summary.profile.verify_ns / 1e9:.2f} s")

@@ -25,11 +25,12 @@ from weightwire.errors import (
     TransferTimeout,
     VersionError,
 )
-from weightwire.transport import negotiate
+from weightwire.transport import negotiate, registration
 from weightwire.transport.rdma import RdmaOffer, offer_rdma
 from weightwire.transport.tcp import TcpStream
 
 KIB = 1024
+NOT_TAKEN_UP = "the server did not take up the offer of RDMA: it does without, or could not and logs why"
 TCP_MEMBERS = {"kind", "device", "gid", "send_depth", "reason", "registration", "local", "peer"}
 ARRAYS = {
     "large": np.arange(3 << 20, dtype=np.uint8),
@@ -92,7 +93,7 @@ def test_a_version_the_user_names_decides(fake: FakeVerbs) -> None:
     [
         ("tcp", "auto", "TCP was asked for"),
         ("tcp", "tcp", "TCP was asked for"),
-        ("auto", "tcp", "the server does not offer RDMA"),
+        ("auto", "tcp", NOT_TAKEN_UP),
     ],
 )
 def test_one_end_wants_tcp(fake: FakeVerbs, no_leaks: LeakCheck, ours: str, theirs: str, reason: str) -> None:
@@ -107,7 +108,7 @@ def test_one_end_wants_tcp(fake: FakeVerbs, no_leaks: LeakCheck, ours: str, thei
 def test_required_and_not_offered(fake: FakeVerbs, no_leaks: LeakCheck) -> None:
     with Server(port=0, transport="tcp") as server, pytest.raises(RdmaUnavailable) as caught:
         connect(server.endpoints[0], transport="rdma")
-    assert caught.value.reason == "the server does not offer RDMA"
+    assert caught.value.reason == NOT_TAKEN_UP
 
 
 @pytest.mark.parametrize("wrong", ["", "RDMA", "udp", None, 7])
@@ -190,7 +191,10 @@ def test_the_stock_variables_choose(fake: FakeVerbs, monkeypatch: pytest.MonkeyP
 # Memory.
 
 
-def test_a_limit_of_64_kib(fake: FakeVerbs, no_leaks: LeakCheck, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_limit_of_64_kib(
+    fake: FakeVerbs, no_leaks: LeakCheck, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registration, "locked_memory_limit", lambda: 64 * KIB)
     fake.set("budget", 64 * KIB)
     with (
         caplog.at_level(logging.WARNING, "weightwire"),
@@ -224,7 +228,7 @@ def test_fewer_slots(fake: FakeVerbs, no_leaks: LeakCheck, caplog: pytest.LogCap
 def test_no_memory_at_the_server(fake: FakeVerbs, no_leaks: LeakCheck, caplog: pytest.LogCaptureFixture) -> None:
     fake.set("budget", 33 * 256 * KIB)
     with Server(port=0) as server, connect(server.endpoints[0]) as connection:
-        assert connection.transport["reason"] == "the server does not offer RDMA"
+        assert connection.transport["reason"] == NOT_TAKEN_UP
         connection.push(ARRAYS, verify=True)
     assert "on TCP: no rings fit" in caplog.text
 
@@ -238,7 +242,7 @@ def test_the_server_cannot_activate(
 ) -> None:
     fake.fault(f"modify_qp:{step}:ETIMEDOUT", times=1)
     with Server(port=0) as server, connect(server.endpoints[0]) as connection:
-        assert connection.transport["reason"] == "the server does not offer RDMA"
+        assert connection.transport["reason"] == NOT_TAKEN_UP
         connection.push(ARRAYS, verify=True)
     assert f"on TCP: ibv_modify_qp to {step}: Connection timed out" in caplog.text
 
