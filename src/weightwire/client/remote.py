@@ -303,6 +303,8 @@ def bytes_of(data: Data, *, writable: bool = False) -> memoryview:
     except ValueError as error:
         # numpy has dtypes that the buffer protocol has not, such as datetime64 and bfloat16.
         view = _plain(data, error)
+    if "O" in view.format:  # objects, or a field of that name
+        view = _plain(data)
     if not view.c_contiguous:
         raise ConfigError(
             "the buffer is not contiguous", hint="copy it first, for instance with numpy.ascontiguousarray"
@@ -317,7 +319,7 @@ def bytes_of(data: Data, *, writable: bool = False) -> memoryview:
         return _plain(data, error)
 
 
-def _plain(data: Data, error: Exception) -> memoryview:
+def _plain(data: Data, error: Exception | None = None) -> memoryview:
     import numpy as np
 
     array = np.asarray(data)

@@ -10,13 +10,15 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
-from support.fakeverbs import FakeVerbs
+from support.fakeverbs import RETRY_EXC_ERR, FakeVerbs
 from support.leaks import LeakCheck
+from support.rdma import pair_number
 from support.scripted import Peer, ScriptedServer, StandIn, hello_answer
 
 import weightwire
 from weightwire import Server, connect
 from weightwire.errors import (
+    CompletionError,
     ConfigError,
     PeerClosed,
     ProtocolError,
@@ -26,7 +28,7 @@ from weightwire.errors import (
     VersionError,
 )
 from weightwire.transport import negotiate, registration
-from weightwire.transport.rdma import RdmaOffer, offer_rdma
+from weightwire.transport.rdma import RdmaOffer, RdmaStream, offer_rdma
 from weightwire.transport.tcp import TcpStream
 
 KIB = 1024
@@ -330,7 +332,9 @@ def test_a_server_that_announces_and_never_activates(
         assert any(heard[0])
         assert connection.transport["kind"] == "tcp"
         assert reason in str(connection.transport["reason"])
-        assert "connecting again on TCP" in caplog.text
+        lines = [record.getMessage() for record in caplog.records if "does not work" in record.getMessage()]
+        assert len(lines) == 1, "said once"
+        assert "connecting again on TCP" in lines[0]
         assert fake.get("qps") == 1, "the bystander's"
         connection.push({"a": np.ones(9, np.float32)}, verify=True)
     fake.set("stall", 0)
@@ -423,6 +427,21 @@ def test_a_device_that_vanishes(fake: FakeVerbs, no_leaks: LeakCheck) -> None:
         with pytest.raises(weightwire.WeightwireError):
             connection.barrier()
         assert connection.closed
+
+
+def test_a_queue_pair_that_breaks_names_the_tensor(fake: FakeVerbs, no_leaks: LeakCheck) -> None:
+    with Server(port=0) as server, connect(server.endpoints[0], timeout=20, transport="rdma") as connection:
+        stream = connection._stream
+        assert isinstance(stream, RdmaStream)
+
+        def cut(name: str, done: int, total: int) -> None:
+            fake.fail_pair(pair_number(stream), RETRY_EXC_ERR)
+
+        with pytest.raises(CompletionError) as caught:
+            connection.push({"first": np.ones(1 << 20, np.uint8), "second": np.ones(16 << 20, np.uint8)}, progress=cut)
+        assert caught.value.tensor == "second"
+        assert 0 < caught.value.bytes_done < 16 << 20
+        assert "during SET_TENSOR of tensor 'second'" in caught.value.detail
 
 
 def test_a_fork_leaves_the_connection_alone(fake: FakeVerbs) -> None:
