@@ -12,6 +12,7 @@
 #include <sys/uio.h>
 #include <time.h>
 
+#include "profile/profile.h"
 #include "status.h"
 
 #ifndef WW_SYSCALL_MAX
@@ -30,6 +31,7 @@ struct ww_flow {
     int impatient;       /* come back with WW_PAUSED where one would have to wait */
     int patient;         /* wait without slices: nobody has to look around */
     uint64_t done;       /* bytes moved */
+    struct ww_profile *profile; /* is told of waiting, and of what is not moving bytes; or NULL */
 };
 
 void ww_flow_start(struct ww_flow *flow, int64_t timeout_ns);

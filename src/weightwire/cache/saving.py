@@ -53,6 +53,9 @@ class Save:
         self.received = False
         self.cancelled = False
         self.writer: CacheWriter | None = None
+        self.lost = False
+        """Whether it comes to no entry because something was in its way."""
+        self.stored = False
         self._saver = saver
         self._window = window
         self._landed = 0
@@ -94,7 +97,9 @@ class Save:
     def settle(self) -> None:
         """Return when the memory may be changed: after some waiting, if need be at the price of the entry."""
         if not self._saver.wait(lambda: self._window is None):
-            self.abandon()
+            with self._saver.condition:
+                self.lost = self._window is not None
+                self.abandon()
 
     def release(self) -> None:
         """The memory is not needed any more. The saver's lock is held."""
@@ -125,7 +130,7 @@ class Save:
             self._digest = fnv1a64(window[self._hashed : end], self._digest)
         except Exception:
             logger.exception("hashing a tensor for the cache failed")
-            self.cancelled = True
+            self.cancelled = self.lost = True
         self._hashed = end
         return True
 
@@ -157,6 +162,13 @@ class Saver:
         self._hurried = False
         self._closing = False
         self._behind = False
+        self._stored = 0
+        self._lost = 0
+
+    def counts(self) -> tuple[int, int, int]:
+        """How many entries have been stored; how many could not be; how many have arrived and are neither yet."""
+        with self.condition:
+            return self._stored, self._lost, sum(save.received for save in self._pending)
 
     def begin(self, window: memoryview) -> Save | None:
         """Keep the tensor that will be received into ``window``; waits where too much is being kept already.
@@ -166,6 +178,8 @@ class Saver:
         save = Save(self, window.nbytes, window)
         if not self.wait(lambda: not self.unwritten or self.unwritten + window.nbytes <= MAX_UNWRITTEN):
             if not self._hurried:
+                with self.condition:
+                    self._lost += 1
                 level = logging.DEBUG if self._behind else logging.WARNING
                 self._behind = True
                 logger.log(
@@ -174,7 +188,10 @@ class Saver:
                 )  # fmt: skip
             return None
         with self.condition:
-            if self._hurried or not self._started():
+            if self._hurried:
+                return None
+            if not self._started():
+                self._lost += 1
                 return None
             self._behind = False
             self.unwritten += window.nbytes
@@ -183,9 +200,11 @@ class Saver:
 
     def put(self, writer: CacheWriter, content_hash: int, nbytes: int) -> None:
         """Sync what ``writer`` has written, and put it in place; the writer belongs to the saver from now on."""
-        if writer.fd < 0:
-            return
         save = Save(self, nbytes, None)
+        if writer.fd < 0:
+            save.lost = True
+            self._count(save)
+            return
         save.content_hash, save.received, save.writer = content_hash, True, writer
         self.wait(self._disk_has_room)
         with self.condition:
@@ -195,6 +214,7 @@ class Saver:
                 self.condition.notify_all()
                 return
         self._sync(save)
+        self._count(save)
 
     def settled(self, content_hash: int, nbytes: int) -> None:
         """Wait for what is being kept and is, or may turn out to be, the entry ``content_hash`` of ``nbytes`` bytes."""
@@ -239,6 +259,7 @@ class Saver:
             late = 0
             for save in list(self._pending):
                 late += save.received
+                save.lost = save.lost or save.received
                 save.cancelled = True
                 if save.writer is not None:
                     save.writer.unlink()
@@ -273,8 +294,15 @@ class Saver:
 
     def _end(self, save: Save) -> None:
         save.release()
-        self._pending.pop(save, None)
+        if save in self._pending:
+            del self._pending[save]
+            self._count(save)
         self.condition.notify_all()
+
+    def _count(self, save: Save) -> None:
+        with self.condition:
+            self._stored += save.stored
+            self._lost += save.lost and not save.stored
 
     def _started(self) -> bool:
         if len(self._threads) == len(_THREADS):
@@ -305,6 +333,7 @@ class Saver:
                 going_on = self._write(save)
             except Exception:
                 logger.exception("cache %s: storing a tensor failed", self._cache.directory)
+                save.lost = True
                 going_on = False
             if not going_on and save.writer is not None:
                 save.writer.abort()
@@ -324,12 +353,14 @@ class Saver:
         save.writer = writer = self._cache.writer()
         for start in range(0, window.nbytes, _STEP):
             if save.cancelled or writer.fd < 0:
+                save.lost = save.lost or not save.cancelled
                 return False
             writer.write(window[start : start + _STEP])
         del window
         with self.condition:
             # From here on the file has it all: what happens to the memory is of no matter.
             if save.cancelled or writer.fd < 0:
+                save.lost = save.lost or not save.cancelled
                 return False
             save.release()
             self.condition.wait_for(lambda: save.cancelled or self._disk_has_room())
@@ -381,6 +412,7 @@ class Saver:
                 self._sync(save)
             except Exception:
                 logger.exception("cache %s: storing a tensor failed", self._cache.directory)
+                save.lost = True
             with self.condition:
                 os.close(self._syncing_fd)
                 self._syncing, self._syncing_fd = None, -1
@@ -393,4 +425,5 @@ class Saver:
         assert content_hash is not None
         with writer:
             if not save.cancelled and not self._cache.holds_file(content_hash, writer.fd, save.nbytes):
-                writer.commit(content_hash, lambda: not save.cancelled)
+                save.stored = writer.commit(content_hash, lambda: not save.cancelled)
+                save.lost = save.lost or not (save.stored or save.cancelled)

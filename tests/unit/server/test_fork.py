@@ -118,6 +118,8 @@ def test_what_a_child_may_ask(no_leaks: LeakCheck) -> None:
                 assert server.tensors["t"].view() == b"x" * 100
                 with pytest.raises(ConfigError, match="process that started it"):
                     server.forget("t")
+                with pytest.raises(ConfigError, match="process that started it"):
+                    server.stats()
 
             assert in_a_fork(ask) == 0
             client.barrier()
