@@ -216,7 +216,11 @@ static struct ww_status wait_for(struct ww_link *link, struct ww_flow *flow, enu
         return ww_status_of(WW_DONE, 0, operation);
     }
     struct timespec limit;
+    int patient = flow->patient;
+    /* A sender looks up: the thread that received when it went to sleep may have left, and what arrives is then its job. */
+    flow->patient = patient && side == WW_SIDE_RECV;
     int last = ww_flow_limit(flow, &limit);
+    flow->patient = patient;
     struct pollfd watched[WATCHED] = {
         [MINE] = {.fd = cq->fd, .events = POLLIN},
         [OTHER] = {.fd = relieving ? link->c.recv_cq->fd : -1, .events = POLLIN},

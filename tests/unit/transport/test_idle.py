@@ -103,8 +103,7 @@ def test_both_directions_hear_of_a_device_that_goes(
     client.timeout = None
     fake.set("stall", 1)
     waiting = [background(client.recv, 1), background(client.send, request(6, bytes(20 * CHUNK)))]
-    for each in waiting:
-        sleeps_on(each)
+    sleeps_on(waiting[0])
     fake.event(DEVICE_FATAL)
     for each in waiting:
         with pytest.raises(VerbsError, match="device was removed"):
@@ -124,3 +123,23 @@ def test_the_main_thread_looks_around(ends: tuple[ByteStream, ByteStream], alarm
 
     with pytest.raises(Stop), alarm(stop, 0.5):
         ends[1].recv(1)
+
+
+def test_a_sender_takes_over_from_a_receiver_that_leaves(
+    rdma_pair: tuple[RdmaStream, RdmaStream], background: Any
+) -> None:
+    """The peer answers before it reads on, and nobody else is left to make room for its answers."""
+    client, server = rdma_pair
+    for end in rdma_pair:
+        end.timeout = 60.0
+    receiving = background(client.recv, 8)
+    sending = background(client.send, request(6, bytes(60 * CHUNK)))
+    server.send(bytes(8))
+    assert receiving.result() == bytes(8)
+    time.sleep(0.5)
+    answers = 60
+    for _ in range(answers):
+        server.send(bytes(8))
+    assert server.recv(9 + 60 * CHUNK)[:1] == b"\x06"
+    sending.result()
+    assert client.recv(8 * answers) == bytes(8 * answers)
