@@ -68,6 +68,7 @@ cdef extern from "memory/memory.h" nogil:
 cdef extern from "stream/stream.h" nogil:
     struct ww_flow:
         int impatient
+        int patient
         uint64_t done
         ww_profile *profile
 

@@ -55,6 +55,7 @@ def demo(
     """Push a model to a server on this machine and verify every byte.
 
     Starts a server in a process of its own, pushes MODEL to it, reads everything back and says what the time went on.
+    It listens on 127.0.0.1; with --transport rdma, where no device leads there, on a device's address.
     Without MODEL a GGUF file is generated: 876 tensors, sized like those of a 27B model scaled to --size.
     """
     if model is not None and (size is not None or keep):
@@ -130,7 +131,8 @@ def _run(path: str, config: ClientConfig, profile: bool | None, quiet: bool) -> 
         _check_memory(opened.nbytes)
         with (
             EmbeddedServer(
-                ("--transport", config.transport, "--optimized" if config.optimized else "--no-optimized")
+                ("--transport", config.transport, "--optimized" if config.optimized else "--no-optimized"),
+                host=_host(config.transport),
             ) as server,
             connect(
                 server.endpoint,
@@ -146,6 +148,16 @@ def _run(path: str, config: ClientConfig, profile: bool | None, quiet: bool) -> 
             if not summary.verified:
                 raise IntegrityError("the push ended without having verified every byte")
             return push_object(connection, summary), [*push_lines(connection, summary), *summary.profile.lines()]
+
+
+def _host(transport: str) -> str:
+    """Where the server listens: on loopback, or on a device's address where RDMA is required and loopback has none."""
+    if transport != "rdma":
+        return "127.0.0.1"
+    from weightwire.transport.rdma import usable_address
+
+    with cannot_here():
+        return usable_address(("127.0.0.1", "::"))
 
 
 def _check_disk(directory: str, size: int) -> None:

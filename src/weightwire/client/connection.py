@@ -282,7 +282,8 @@ class Connection:
         """Pin a buffer's memory, so that what is pushed or written out of it goes over RDMA without a copy.
 
         For arrays (or any contiguous buffer) that are sent more than once, or are large. What cannot be pinned (over
-        TCP, over the limit of locked memory, a mapping the device refuses) is sent as always: the result says so. Let
+        TCP, over the limit of locked memory) or would not be sent from where it is (a mapped file, which is read by
+        position) is sent as always: the result says so. Let
         go of it with ``close`` or a ``with`` block; the buffer stays alive until then, or until the connection is
         closed. `LoadProfile` counts what was sent either way.
 

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from support.ends import sockets
 
 from weightwire.client.channel import Channel
 from weightwire.errors import ConfigError, PeerClosed, ProtocolError, TransferTimeout, TransportError
@@ -21,9 +22,7 @@ DEVICE = bytes(4)
 @pytest.fixture
 def ends() -> Iterator[tuple[Channel, socket.socket]]:
     """A channel, and the plain socket at its server's end."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        near = socket.create_connection(listener.getsockname())
-        far, _ = listener.accept()
+    near, far = sockets()
     far.settimeout(30)
     channel = Channel(TcpStream(near, 20.0), DIALECT)
     with far:

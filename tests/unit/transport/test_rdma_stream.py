@@ -29,7 +29,7 @@ def test_it_is_a_byte_stream(rdma_pair: Pair) -> None:
     for stream in rdma_pair:
         assert isinstance(stream, ByteStream)
         assert stream.kind == "rdma"
-        assert stream.timeout == 20.0
+        assert stream.timeout == 30.0
         assert stream.fileno() >= 0
     assert rdma_pair[0].details["device"] == "fake0"
     assert rdma_pair[0].details["send_depth"] == 8
