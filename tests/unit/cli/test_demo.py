@@ -218,3 +218,9 @@ def test_killed_it_leaves_no_process(spawn, finish, scratch: Path) -> None:
     finish(process)
     _, alive = psutil.wait_procs([child], timeout=30)
     assert not alive
+
+
+def test_profile_on_stderr(invoke, scratch: Path) -> None:
+    ran = invoke("demo", "--size", "2MiB", "-q", "--profile", "--json")
+    assert ran.json["profile"]["set_tensor_calls"] == 876
+    assert ran.err.count("client, connection with") == 1

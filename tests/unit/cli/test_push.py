@@ -412,3 +412,30 @@ def test_the_package_can_be_run_from_a_folder_with_a_weightwire_in_it(command, t
     words = [str(script)] if script.exists() else command()
     ran = subprocess.run([*words, "--version"], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert ran.stdout == f"weightwire {weightwire.__version__}\n"
+
+
+def test_profile_on_stderr(invoke, server, small_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ("push", str(small_gguf), server.endpoints[0], "-q")
+    monkeypatch.delenv("GGML_RPC_LOADPROF", raising=False)
+    assert invoke(*words).err == ""
+    ran = invoke(*words, "--profile", "--json")
+    assert ran.json["profile"]["bottleneck"] is not None, "stdout has the object and nothing else"
+    assert ran.err.count("client, connection with") == 1
+    assert "876 SET_TENSOR" in ran.err
+    assert "-bound: the time went on" in ran.err.splitlines()[-1]
+    monkeypatch.setenv("GGML_RPC_LOADPROF", "1")
+    assert "876 SET_TENSOR" in invoke(*words).err
+    monkeypatch.setenv("GGML_RPC_LOADPROF", "0")
+    ran = invoke(*words, "--json")
+    assert (ran.err, ran.json["profile"]["measured"], ran.json["profile"]["bottleneck"]) == ("", False, None)
+    assert "876 SET_TENSOR" in invoke(*words, "--profile").err
+    monkeypatch.setenv("GGML_RPC_LOADPROF", "perhaps")
+    invoke(*words).failed(2, "GGML_RPC_LOADPROF")
+
+
+def test_a_profile_of_each_server(invoke, server, small_gguf: Path) -> None:
+    with weightwire.Server(port=0) as other:
+        ran = invoke("push", str(small_gguf), server.endpoints[0], other.endpoints[0], "-q", "--profile")
+    assert ran.code == 0
+    assert ran.err.count("876 SET_TENSOR") == 2
+    assert other.endpoints[0] in ran.err
