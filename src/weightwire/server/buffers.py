@@ -47,10 +47,10 @@ class Block:
         if isinstance(destination, HostMemory):
             destination.when_freed(lambda: capacity.give_back(nbytes))
 
-    def reached(self, end: int) -> None:
-        """Data up to offset ``end`` is about to come."""
+    def reached(self, end: int, *, ahead: bool = True) -> None:
+        """Data up to offset ``end`` is about to come; unless ``ahead``, memory behind it is not to be prepared yet."""
         if self._job is not None:
-            self._job.reached(end)
+            self._job.reached(end, ahead=ahead)
 
     def keep(self, start: int, save: Save) -> None:
         """The tensor from byte ``start`` on is being written to the cache from this memory."""
