@@ -5,6 +5,8 @@ from typing_extensions import Buffer, disjoint_base
 from weightwire._native._sentinel import Unset
 from weightwire.ranges import FileRange
 
+def write_back(fd: int, offset: int, nbytes: int, wait: bool) -> None: ...
+
 @disjoint_base
 class Stream:
     def __init__(self, fd: int, endpoint: str, timeout: float | None = None) -> None: ...

@@ -11,6 +11,7 @@ from libc.string cimport memset
 from weightwire._native._core cimport (
     WW_CLOSED, WW_DONE, WW_FAILED, WW_PAUSED, WW_SHORT, WW_TIMEOUT,
     iovec, take_buffer, take_writable, ww_file_pace, ww_file_part, ww_file_part_close, ww_flow, ww_flow_idle, ww_flow_start, ww_parts, ww_read_file,
+    ww_write_back,
     ww_recv_exact, ww_send_file, ww_send_parts, ww_socket_ended, ww_socket_prepare, ww_status,
 )
 from weightwire._native._shared cimport nanoseconds, shortened, unreadable
@@ -39,6 +40,12 @@ cdef enum:
     FEW = 8
 # File ranges up to this size are read and gathered into one packet with their header; above it sendfile wins.
 cdef size_t SMALL_RANGE = 64 << 10
+
+
+def write_back(int fd, uint64_t offset, uint64_t nbytes, bint wait):
+    """Has the kernel write that part of a file to the disk now, and waits for it if asked to. Never raises."""
+    with nogil:
+        ww_write_back(fd, offset, nbytes, wait)
 
 
 cdef class Stream:

@@ -19,8 +19,8 @@ from weightwire.hashing import FNV_OFFSET, fnv1a64, read_fnv1a64
 __all__ = ["PIECE", "EntryChanged", "Fill", "Reader", "ReadingStopped", "advise", "read_exactly"]
 
 PIECE: Final = 1 << 23
-"""Bytes read or hashed at once: whole huge pages, so that no two threads touch the same fresh one; and enough of them (a
-millisecond) that handing over to another thread costs little."""
+"""Bytes read or hashed at once: whole huge pages, so that no two threads touch the same fresh one; and enough of them
+(a millisecond) that handing over to another thread costs little."""
 
 _AHEAD: Final = 32 << 20
 """Bytes the kernel is asked to have ready beyond the piece at hand."""

@@ -101,6 +101,8 @@ class Populator:
         self._condition = threading.Condition()
         self._ready: deque[PopulateJob] = deque()
         self._thread: threading.Thread | None = None
+        self._busy = False
+        self._steps = 0
         self._closing = False
 
     def add(self, region: HostRegion) -> PopulateJob:
@@ -113,7 +115,7 @@ class Populator:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="weightwire-populate", daemon=True)
                 self._thread.start()
-            self._condition.notify()
+            self._condition.notify_all()
         return job
 
     def wake(self, job: PopulateJob) -> None:
@@ -121,14 +123,20 @@ class Populator:
         with self._condition:
             if job.unpark():
                 self._ready.append(job)
-                self._condition.notify()
+                self._condition.notify_all()
+
+    def settle(self, timeout: float = 1.0) -> None:
+        """Wait until the worker has let go of regions that were cancelled: until the end of the step it is in."""
+        with self._condition:
+            seen = self._steps
+            self._condition.wait_for(lambda: not self._busy or self._steps != seen, timeout)
 
     def close(self, timeout: float = 5.0) -> None:
         """End the thread after the step it is in, waiting for it at most ``timeout`` seconds. Idempotent."""
         with self._condition:
             self._closing = True
             self._ready.clear()
-            self._condition.notify()
+            self._condition.notify_all()
             thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout)
@@ -141,17 +149,25 @@ class Populator:
                 if self._closing:
                     return
                 job = self._ready.popleft()
-            try:
-                more = job.step()
-            except Exception:
-                # Touching ahead only saves time: without it the data touches the pages itself.
-                logger.debug("populating memory ahead of the data failed", exc_info=True)
-                job.cancel()
-                continue
+                self._busy = True
+            more = self._step(job)
             with self._condition:
+                self._busy = False
+                self._steps += 1
+                self._condition.notify_all()
                 if self._closing:
                     return
                 if more or not job.park():
                     self._ready.append(job)
             # Nothing may keep the last job's region alive while this thread waits.
             del job
+
+    @staticmethod
+    def _step(job: PopulateJob) -> bool:
+        try:
+            return job.step()
+        except Exception:
+            # Touching ahead only saves time: without it the data touches the pages itself.
+            logger.debug("populating memory ahead of the data failed", exc_info=True)
+            job.cancel()
+            return False

@@ -6,11 +6,12 @@ import errno
 import os
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from support.leaks import LeakCheck, eventually
+from support.reads import before_reads
 
 from weightwire.cache import reading
 from weightwire.cache.reading import PIECE, EntryChanged, Reader, ReadingStopped
@@ -25,23 +26,6 @@ def workers(no_leaks: LeakCheck) -> Iterator[Workers]:
     made = Workers(3)
     yield made
     made.close()
-
-
-def before_each_read(monkeypatch: pytest.MonkeyPatch, look: Callable[[int], object]) -> None:
-    """Have ``look`` called with the offset before each piece is read; looking whether it is cached is no reading."""
-    read, both = os.preadv, reading.read_fnv1a64
-
-    def reads(fd: int, buffers: list[memoryview], offset: int, flags: int = 0) -> int:
-        if not flags:
-            look(offset)
-        return read(fd, buffers, offset, flags)
-
-    def reads_and_hashes(fd: int, target: memoryview, offset: int, digest: int) -> tuple[int, int]:
-        look(offset)
-        return both(fd, target, offset, digest)
-
-    monkeypatch.setattr(reading.os, "preadv", reads)
-    monkeypatch.setattr(reading, "read_fnv1a64", reads_and_hashes)
 
 
 def start(reader: Reader, path: Path, target: bytearray, *, hashed: bool = True, placed_at: int = 0) -> reading.Fill:
@@ -111,7 +95,7 @@ def test_a_disk_that_cannot_read(
         if offset == 5 * PIECE:
             raise OSError(errno.EIO, "Input/output error")
 
-    before_each_read(monkeypatch, broken)
+    before_reads(monkeypatch, broken)
     fill = start(Reader(workers), tmp_path / "entry", bytearray(8 * PIECE), hashed=hashed)
     with pytest.raises(OSError, match="Input/output"):
         fill.finish()
@@ -126,7 +110,7 @@ def test_a_worker_that_fails_in_another_way_is_heard(
     def broken(offset: int) -> None:
         raise RuntimeError("out of order")
 
-    before_each_read(monkeypatch, broken)
+    before_reads(monkeypatch, broken)
     fill = start(Reader(workers), tmp_path / "entry", bytearray(4 * PIECE))
     with pytest.raises(RuntimeError, match="out of order"):
         fill.finish()
@@ -144,7 +128,7 @@ def test_stop_wakes_who_waits_and_what_is_read_ends_later(
             inside.release()
             go.wait(20)
 
-    before_each_read(monkeypatch, slow)
+    before_reads(monkeypatch, slow)
     reader = Reader(workers)
     fill = start(reader, tmp_path / "entry", bytearray(2 * PIECE))
     assert inside.acquire(timeout=20)

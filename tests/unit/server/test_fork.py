@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import time
-from collections.abc import Callable
 
 import pytest
+from support.forking import in_a_fork
 from support.leaks import LeakCheck, eventually
 from support.raw_client import RawClient
 
@@ -16,19 +15,6 @@ from weightwire.errors import ConfigError
 from weightwire.server import Server
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")
-
-
-def in_a_fork(work: Callable[[], object]) -> int:
-    """Run ``work`` in a forked child; its exit code, 0 unless something was raised."""
-    child = os.fork()
-    if child == 0:
-        try:
-            signal.alarm(20)
-            work()
-        except BaseException:
-            os._exit(1)
-        os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def sockets() -> int:
