@@ -159,11 +159,15 @@ static ssize_t by_window(int fd, const struct ww_file_part *part)
 }
 
 /* Reads some and sends what the socket takes of it; the rest is read again. */
-static ssize_t by_copy(int fd, const struct ww_file_part *part, int *read_failed)
+static ssize_t by_copy(int fd, const struct ww_file_part *part, struct ww_profile *profile, int *read_failed)
 {
     char data[COPY_MAX];
     size_t want = part->nbytes < sizeof data ? (size_t)part->nbytes : sizeof data;
+    int aside = ww_profile_aside(profile, WW_STAGE_READ);
     ssize_t got = pread(part->fd, data, want, (off_t)part->offset);
+    int error = errno;
+    ww_profile_back(profile, aside);
+    errno = error;
     *read_failed = got < 0;
     if (got <= 0) {
         return got;
@@ -183,7 +187,7 @@ static struct ww_status send_file(int fd, struct ww_file_part *part, struct ww_f
         int read_failed = 0;
         ssize_t sent = way == WW_BY_SENDFILE ? by_sendfile(fd, part)
             : way == WW_BY_WINDOW            ? by_window(fd, part)
-                                             : by_copy(fd, part, &read_failed);
+                                             : by_copy(fd, part, flow->profile, &read_failed);
         if (sent > 0) {
             part->offset += (uint64_t)sent;
             part->nbytes -= (uint64_t)sent;

@@ -20,6 +20,7 @@ void ww_flow_start(struct ww_flow *flow, int64_t timeout_ns)
     flow->slice_ns = flow->started_ns + WW_SLICE_NS;
     flow->impatient = 0;
     flow->done = 0;
+    flow->profile = NULL;
 }
 
 double ww_flow_idle(const struct ww_flow *flow)
@@ -53,7 +54,10 @@ struct ww_status ww_flow_wait(struct ww_flow *flow, int fd, short events, const 
     int64_t left = until > now ? until - now : 0;
     struct timespec limit = {.tv_sec = left / 1000000000, .tv_nsec = left % 1000000000};
     struct pollfd watched = {.fd = fd, .events = events};
+    int aside = ww_profile_aside(flow->profile, events & POLLOUT ? WW_STAGE_BLOCKED : WW_STAGE_WAIT);
     int ready = ppoll(&watched, 1, &limit, NULL);
+    int error = errno;
+    ww_profile_back(flow->profile, aside);
     if (ready > 0) {
         if (watched.revents & POLLNVAL) {
             return ww_status_of(WW_FAILED, EBADF, operation);
@@ -61,8 +65,8 @@ struct ww_status ww_flow_wait(struct ww_flow *flow, int fd, short events, const 
         /* POLLHUP and POLLERR too: only the call itself tells bytes still queued from the end or an error. */
         return ww_status_of(WW_DONE, 0, operation);
     }
-    if (ready < 0 && errno != EINTR) {
-        return ww_status_of(WW_FAILED, errno, "ppoll");
+    if (ready < 0 && error != EINTR) {
+        return ww_status_of(WW_FAILED, error, "ppoll");
     }
     if (ready == 0 && last) {
         return ww_status_of(WW_TIMEOUT, 0, operation);

@@ -11,6 +11,7 @@
 #include <stdint.h>
 #include <sys/uio.h>
 
+#include "profile/profile.h"
 #include "status.h"
 
 #ifndef WW_SYSCALL_MAX
@@ -26,6 +27,7 @@ struct ww_flow {
     int64_t slice_ns;    /* when the running call comes back; set by each call */
     int impatient;       /* come back with WW_PAUSED where one would have to wait */
     uint64_t done;       /* bytes moved */
+    struct ww_profile *profile; /* is told of waiting, and of what is not moving bytes; or NULL */
 };
 
 void ww_flow_start(struct ww_flow *flow, int64_t timeout_ns);

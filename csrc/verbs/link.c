@@ -112,6 +112,8 @@ struct ww_link_counts ww_link_counts(const struct ww_link *link)
     counts.receives = link->received;
     counts.direct_bytes = link->direct_bytes;
     counts.copied_bytes = link->copied_bytes;
+    counts.copies = link->copies;
+    counts.window_full = link->window_full;
     counts.high_water = link->high_water;
     return counts;
 }

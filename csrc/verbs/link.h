@@ -102,6 +102,8 @@ struct ww_link_counts {
     uint64_t receives;     /* completions consumed */
     uint64_t direct_bytes; /* sent from registered memory */
     uint64_t copied_bytes; /* sent by way of the ring */
+    uint64_t copies;       /* SENDs out of the ring */
+    uint64_t window_full;  /* how often a slot had to be waited for */
     uint32_t high_water;   /* most SENDs outstanding at once */
 };
 

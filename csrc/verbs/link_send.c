@@ -128,6 +128,7 @@ static struct ww_status post_slot(struct ww_link *link)
     uint32_t nbytes = link->filled;
     link->filled = 0;
     link->copied_bytes += nbytes;
+    link->copies++;
     return post(link, slot(link), nbytes, link->c.tx_key, 1);
 }
 
@@ -148,6 +149,15 @@ static struct ww_status settle(struct ww_link *link, uint64_t limit, struct ww_f
         }
     }
     return ww_status_of(WW_DONE, 0, "ibv_post_send");
+}
+
+/* Waits for a free slot. */
+static struct ww_status settle_window(struct ww_link *link, struct ww_flow *flow)
+{
+    if (outstanding(link) >= link->c.tx_slots && ww_link_reap(link) == 0) {
+        link->window_full++;
+    }
+    return settle(link, link->c.tx_slots - 1, flow);
 }
 
 /* The parts */
@@ -186,10 +196,14 @@ static struct ww_status take(struct ww_link *link, struct ww_link_part *part, st
     }
     uint8_t *to = slot(link) + link->filled;
     if (part->data) {
+        int aside = ww_profile_aside(flow->profile, WW_STAGE_STAGING);
         memcpy(to, part->data, n);
+        ww_profile_back(flow->profile, aside);
     } else {
         size_t got;
+        int aside = ww_profile_aside(flow->profile, WW_STAGE_READ);
         struct ww_status status = ww_read_file(part->fd, part->offset, to, (size_t)n, &got);
+        ww_profile_back(flow->profile, aside);
         if (status.code != WW_DONE) {
             use(part, got); /* so that its offset tells where the file ends */
             return status;
@@ -216,7 +230,7 @@ struct ww_status ww_link_send(struct ww_link *link, struct ww_link_parts *parts,
         if (parts->count == 0 && link->filled == 0) {
             break;
         }
-        status = settle(link, link->c.tx_slots - 1, flow);
+        status = settle_window(link, flow);
         if (status.code != WW_DONE) {
             return status;
         }

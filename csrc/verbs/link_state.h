@@ -47,7 +47,7 @@ struct ww_link {
     uint64_t direct_until; /* posted, when the last SEND from the caller's memory had been */
     uint32_t filled;       /* bytes in the slot that goes next */
     uint32_t high_water;
-    uint64_t direct_bytes, copied_bytes;
+    uint64_t direct_bytes, copied_bytes, copies, window_full;
     struct ww_framer framer;
 
     /* Receiving */

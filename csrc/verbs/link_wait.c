@@ -190,7 +190,7 @@ static struct ww_status after_sleep(struct ww_link *link, struct pollfd *watched
     return watched[TCP].revents ? last_look(link, cq, operation) : ww_status_of(WW_DONE, 0, operation);
 }
 
-struct ww_status ww_link_wait(struct ww_link *link, struct ww_flow *flow, enum ww_side side, const char *operation)
+static struct ww_status wait_for(struct ww_link *link, struct ww_flow *flow, enum ww_side side, const char *operation)
 {
     const struct ww_cq *cq = side == WW_SIDE_SEND ? link->c.send_cq : link->c.recv_cq;
     struct ww_status health = ww_link_health(link, operation);
@@ -242,4 +242,12 @@ struct ww_status ww_link_wait(struct ww_link *link, struct ww_flow *flow, enum w
         return ww_status_of(WW_FAILED, errno, "ppoll");
     }
     return ww_status_of(ready == 0 && last ? WW_TIMEOUT : WW_PAUSED, 0, operation);
+}
+
+struct ww_status ww_link_wait(struct ww_link *link, struct ww_flow *flow, enum ww_side side, const char *operation)
+{
+    int aside = ww_profile_aside(flow->profile, side == WW_SIDE_SEND ? WW_STAGE_BLOCKED : WW_STAGE_WAIT);
+    struct ww_status status = wait_for(link, flow, side, operation);
+    ww_profile_back(flow->profile, aside);
+    return status;
 }

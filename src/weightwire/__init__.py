@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from weightwire.hashing import cpu_features, fnv1a64, fnv1a64_many
     from weightwire.model import open_model
     from weightwire.profile import LoadProfile
-    from weightwire.server import Destination, ServedTensor, Server
+    from weightwire.server import Destination, ServedTensor, Server, ServerStats
 
 __version__ = "0.1.0"
 
@@ -24,6 +24,7 @@ __all__ = [
     "RemoteTensor",
     "ServedTensor",
     "Server",
+    "ServerStats",
     "Target",
     "TensorCache",
     "WeightwireError",
@@ -44,6 +45,7 @@ _HOME = {
     "RemoteTensor": "client",
     "ServedTensor": "server",
     "Server": "server",
+    "ServerStats": "server",
     "Target": "client",
     "TensorCache": "cache",
     "WeightwireError": "errors",

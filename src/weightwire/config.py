@@ -37,8 +37,10 @@ __all__ = [
     "parse_port",
     "parse_seconds",
     "parse_size",
+    "parse_switch",
     "parse_threads",
     "parse_version",
+    "profile_wanted",
     "shown",
 ]
 
@@ -157,6 +159,36 @@ def parse_threads(text: str) -> int:
     return int(text)
 
 
+def parse_switch(text: str) -> bool:
+    """Turn ``"1"``, ``"on"``, ``"yes"`` or ``"true"`` into True, their contraries into False; ValueError otherwise."""
+    word = text.strip().lower()
+    if word in ("1", "on", "yes", "true"):
+        return True
+    if word in ("0", "off", "no", "false"):
+        return False
+    raise ValueError(f"{text!r} is neither 1 (on) nor 0 (off)")
+
+
+def profile_wanted(value: object, environ: Mapping[str, str] | None = None) -> bool | None:
+    """Whether what a connection spent its time on is printed when it ends: the argument ``profile``, then
+    GGML_RPC_LOADPROF; None where neither says. ConfigError, naming it, for one that cannot be used.
+    """
+    if value is not None:
+        if isinstance(value, bool):
+            return value
+        raise ConfigError(f"profile={shown(value)} is none of True, False and None")
+    text = (os.environ if environ is None else environ).get("GGML_RPC_LOADPROF")
+    if text is None:
+        return None
+    try:
+        return parse_switch(text)
+    except ValueError as error:
+        raise ConfigError(
+            f"environment variable GGML_RPC_LOADPROF: {error}",
+            hint="correct or unset GGML_RPC_LOADPROF; see docs/configuration.md",
+        ) from None
+
+
 def parse_choice(choices: tuple[str, ...]) -> Callable[[str], str]:
     """Make a parser that takes one of ``choices``, in any case, and raises ValueError for anything else."""
 
@@ -195,7 +227,7 @@ def _resolve(
         try:
             values[name] = sources[name][1](value) if isinstance(value, str) else value
         except ValueError as error:
-            raise ConfigError(f"--{name}: {error}", hint="see docs/configuration.md") from None
+            raise ConfigError(f"--{name.replace('_', '-')}: {error}", hint="see docs/configuration.md") from None
     for name, (variable, parse) in sources.items():
         if name in values or variable not in environ or (settings is not None and name not in settings):
             continue
@@ -330,8 +362,8 @@ class ServerConfig:
 
     The address it listens on, the directory of its tensor ``cache`` (``None``: none) and what it checks of an entry
     (``cache_verify``: ``"content"`` or ``"size"``), the ``protocol`` it speaks, how long it keeps tensors (``retain``),
-    how many bytes of ``memory`` it gives out (``None``: what is available), and the ``transport`` (``"auto"``,
-    ``"tcp"``, ``"rdma"``).
+    how many bytes of ``memory`` it gives out (``None``: what is available), the ``transport`` (``"auto"``, ``"tcp"``,
+    ``"rdma"``), and where its metrics are served (``metrics_port`` ``None``: nowhere).
     """
 
     host: str = "127.0.0.1"
@@ -342,6 +374,8 @@ class ServerConfig:
     memory: int | None = None
     transport: str = "auto"
     cache_verify: str = "content"
+    metrics_host: str = "127.0.0.1"
+    metrics_port: int | None = None
 
     @classmethod
     def resolve(
@@ -355,6 +389,8 @@ class ServerConfig:
         retain: str | None = None,
         memory: int | None = None,
         transport: str | None = None,
+        metrics_host: str | None = None,
+        metrics_port: int | None = None,
         environ: Mapping[str, str] | None = None,
     ) -> Self:
         """Settle the server's settings. Raises ConfigError naming the option or variable that cannot be used."""
@@ -369,6 +405,8 @@ class ServerConfig:
                 "retain": retain,
                 "memory": memory,
                 "transport": transport,
+                "metrics_host": metrics_host,
+                "metrics_port": metrics_port,
             },
             environ,
             {
@@ -380,6 +418,8 @@ class ServerConfig:
                 "retain": ("WEIGHTWIRE_SERVER_RETAIN", parse_choice(RETAIN_MODES)),
                 "memory": ("WEIGHTWIRE_SERVER_MEMORY", parse_size),
                 "transport": ("WEIGHTWIRE_SERVER_TRANSPORT", parse_choice(TRANSPORTS)),
+                "metrics_host": ("WEIGHTWIRE_SERVER_METRICS_HOST", parse_host),
+                "metrics_port": ("WEIGHTWIRE_SERVER_METRICS_PORT", parse_port),
             },
         )
 

@@ -1,169 +1,264 @@
-"""Where the time of a load went.
-
-A load is in exactly one stage at any moment, so the stages (with ``other`` for what is none of them) add up to its
-span.
-"""
+"""Where the time of a connection went, on either side of it. docs/profile.md says how each number is taken."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
 from enum import IntEnum
-from time import perf_counter_ns
+from typing import Any, Final
 
-__all__ = ["LoadProfile", "LoadRecorder", "Stage"]
+__all__ = ["CommandStat", "LoadProfile", "Stage"]
 
 _GIB = float(1 << 30)
 
 
 class Stage(IntEnum):
-    """What a load is doing. ``OTHER`` is planning, encoding and the caller's progress callback."""
+    """What a connection is busy with, as the core's clock numbers it: at any moment with exactly one.
 
-    OTHER = 0
-    HASH = 1
-    ASK = 2
-    SEND = 3
-    WAIT = 4
-    ALLOC = 5
-    VERIFY = 6
+    Those up to ``BLOCKED`` make up the span; ``ALLOC``, ``VERIFY`` and ``INDEX`` are counted beside it.
+    """
+
+    GAP = 0
+    READ = 1
+    HASH = 2
+    ASK = 3
+    STAGING = 4
+    WIRE = 5
+    WAIT = 6
+    BLOCKED = 7
+    ALLOC = 8
+    VERIFY = 9
+    INDEX = 10
 
 
-_LABELS = {
-    Stage.HASH: "hashing",
-    Stage.ASK: "asking the cache",
-    Stage.SEND: "sending",
-    Stage.WAIT: "waiting for the server",
-    Stage.ALLOC: "laying out",
-    Stage.VERIFY: "verifying",
-    Stage.OTHER: "other",
-}
+@dataclass(frozen=True, slots=True)
+class CommandStat:
+    """How many requests of one kind there were, and how long they took altogether, nanoseconds.
+
+    On the client from sending to having the answer, or to having sent where there is none; requests that wait for
+    their answers at the same time each count the whole of it. On the server from the head of the request to the answer.
+    """
+
+    count: int
+    ns: int
 
 
 @dataclass(frozen=True, slots=True)
 class LoadProfile:
-    """What a load spent its time on. Every ``*_ns`` is wall-clock nanoseconds of the thread that moves the bytes.
+    """What a connection, or one push over it, spent its time on. Times are nanoseconds of CLOCK_MONOTONIC on the thread
+    that moves the bytes, sizes are bytes.
 
-    ``calls`` counts requests to the server and ``bytes`` what the tensors hold; ``bytes_saved`` of those came out of
-    the server's cache, which filled ``corrupt_hits`` tensors wrongly, so that they were sent. ``hash_ns`` is the time
-    spent waiting for hashes (they are computed ahead by other threads) and, at the end, for what the index records,
-    ``ask_ns`` for the server's answers about its cache, ``send_ns`` in giving bytes to the transport, ``wait_ns`` for
-    other answers and the final barrier, ``alloc_ns`` for limits, sizes and allocation, ``verify_ns`` for reading back
-    and comparing. Over RDMA, ``direct_bytes`` went out of registered memory where they lay and ``copied_bytes``
-    (requests included) by way of the ring; both are 0 on TCP.
+    ``side`` is ``"client"`` or ``"server"``, ``peer`` the other end as ``host:port``, ``transport`` ``"tcp"`` or
+    ``"rdma"``, ``device`` the RDMA device (None on TCP), ``send_depth`` the most SENDs that were in flight at once (0
+    on TCP). ``measured`` is False where profiling was off: then times and the counts of requests are 0.
+
+    ``set_tensor_calls`` and ``set_tensor_bytes`` count SET_TENSOR requests (SET_TENSOR_2D too) and the bytes of data in
+    them. ``span_ns`` is the time from the work for the first of them (or for the first question about one,
+    SET_TENSOR_HASH) to the end of the last, its barrier included. It is the sum of ``read_ns`` (reading files),
+    ``hash_ns`` (hashing, or waiting for threads that do), ``ask_ns`` (asking the cache, or looking it up),
+    ``staging_ns`` (copies on the way into RDMA's ring; on a server all that it does with what it has received),
+    ``wire_ns`` (moving bytes to or from the transport), ``wait_ns`` (asleep until the peer moves) and ``gap_ns`` (none
+    of these). ``blocked_ns`` is the part of ``wait_ns`` in which a send found no room. Beside the span are ``alloc_ns``
+    (limits, sizes, buffers), ``verify_ns`` (reading tensors back) and ``index_ns`` (finishing the index of hashes).
+    ``hash_thread_ns`` is what a client's threads spent on hashing meanwhile, summed over them.
+
+    ``hits``, ``misses``, ``corrupt_hits`` (filled wrongly, and sent therefore) and ``bytes_saved`` are the cache's.
+    ``copies`` and ``copied_bytes`` count what was copied by this side on its way, ``direct_bytes`` what was sent out of
+    registered memory; all three are 0 on a client's TCP connection. ``window_full`` counts waits for a free slot of
+    RDMA's send ring. ``busy_ns``, ``peer_limited_ns`` and ``buffer_limited_ns`` are the kernel's word on a client's TCP
+    connection: how long it had data to send, and how long the receiver's window, or this end's send buffer, kept it
+    from sending. ``commands`` has a `CommandStat` for every command that was used.
     """
 
-    calls: int = 0
-    bytes: int = 0
+    side: str = "client"
+    peer: str = ""
+    transport: str = "tcp"
+    device: str | None = None
+    send_depth: int = 0
+    measured: bool = True
+    set_tensor_calls: int = 0
+    set_tensor_bytes: int = 0
     span_ns: int = 0
+    read_ns: int = 0
     hash_ns: int = 0
     ask_ns: int = 0
-    send_ns: int = 0
+    staging_ns: int = 0
+    wire_ns: int = 0
     wait_ns: int = 0
+    gap_ns: int = 0
+    blocked_ns: int = 0
     alloc_ns: int = 0
     verify_ns: int = 0
+    index_ns: int = 0
+    hash_thread_ns: int = 0
     hits: int = 0
     misses: int = 0
     corrupt_hits: int = 0
     bytes_saved: int = 0
-    direct_bytes: int = 0
+    copies: int = 0
     copied_bytes: int = 0
+    direct_bytes: int = 0
+    window_full: int = 0
+    busy_ns: int = 0
+    peer_limited_ns: int = 0
+    buffer_limited_ns: int = 0
+    commands: Mapping[str, CommandStat] = field(default_factory=dict, hash=False)
 
     @property
-    def other_ns(self) -> int:
-        """What is left of the span once every named stage is taken off, nanoseconds."""
-        return self.span_ns - sum(
-            (self.hash_ns, self.ask_ns, self.send_ns, self.wait_ns, self.alloc_ns, self.verify_ns)
-        )
+    def loaded(self) -> bool:
+        """Whether anything was sent, or asked of a cache: otherwise there is nothing to tell."""
+        return bool(self.set_tensor_calls or self.hits or self.misses or self.corrupt_hits)
 
-    def as_dict(self) -> dict[str, int]:
-        """Every number by its name, ``other_ns`` included."""
-        values: dict[str, int] = asdict(self)
-        values["other_ns"] = self.other_ns
+    @property
+    def bottleneck(self) -> str | None:
+        """What the span was spent on most. None where there is no span.
+
+        On a client ``"source-bound"`` (reading, and whatever the caller did between), ``"hash-bound"``,
+        ``"wire-bound"`` (moving bytes, and waiting for room while the network was what kept them) or ``"server-bound"``
+        (waiting for answers, or for room while the server's window was closed). On a server ``"client-bound"`` (nothing
+        came), ``"source-bound"`` (reading entries of its cache), ``"hash-bound"``, ``"wire-bound"`` (taking bytes from
+        the transport) or ``"server-bound"`` (what is done with them).
+        """
+        shares = self._shares()
+        return max(shares, key=lambda name: shares[name]) if self.span_ns > 0 else None
+
+    def since(self, before: LoadProfile) -> LoadProfile:
+        """What was added after ``before``, an earlier profile of the same connection."""
+        values: dict[str, Any] = {}
+        for each in fields(self):
+            now, then = getattr(self, each.name), getattr(before, each.name)
+            if each.name == "commands":
+                values[each.name] = _less(now, then)
+            elif isinstance(now, int) and each.name not in ("send_depth", "measured"):
+                values[each.name] = max(now - then, 0)
+            else:
+                values[each.name] = now
+        return LoadProfile(**values)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Every field by its name, and ``bottleneck``, as JSON has them: ``commands`` by name, each a mapping too."""
+        values: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)}
+        values["commands"] = {name: asdict(stat) for name, stat in self.commands.items()}
+        values["bottleneck"] = self.bottleneck
         return values
 
     def lines(self) -> list[str]:
-        """A small table for people: seconds, share and, where bytes moved, GiB/s (2^30 bytes per second)."""
-        spent = {
-            Stage.HASH: self.hash_ns,
-            Stage.ASK: self.ask_ns,
-            Stage.SEND: self.send_ns,
-            Stage.WAIT: self.wait_ns,
-            Stage.ALLOC: self.alloc_ns,
-            Stage.VERIFY: self.verify_ns,
-            Stage.OTHER: self.other_ns,
-        }
-        moved = {Stage.SEND: self.bytes - self.bytes_saved, Stage.VERIFY: self.bytes}
+        """A small table for people: milliseconds, shares of the span and, where bytes moved, GiB/s (2^30 bytes per
+        second). The last line names the bottleneck, if there was anything to measure.
+        """
+        over = self.transport if self.device is None else f"{self.transport} on {self.device}"
         lines = [
-            f"{_amount(self.bytes)} in {_seconds(self.span_ns)}{_rate(self.bytes, self.span_ns)}, {self.calls} requests"
+            f"{self.side}, connection with {self.peer or 'nobody'} over {over}",
+            f"  {self.set_tensor_calls} SET_TENSOR, {_amount(self.set_tensor_bytes)} in {_seconds(self.span_ns)}"
+            f"{_rate(self.set_tensor_bytes, self.span_ns)}",
         ]
-        if self.hits or self.misses:
+        if self.hits or self.misses or self.corrupt_hits:
+            wrong = f", {self.corrupt_hits} of it filled wrongly" if self.corrupt_hits else ""
             lines.append(
-                f"  server's cache: {self.hits} hits, {self.misses} misses, {_amount(self.bytes_saved)} not sent"
+                f"  server's cache: {self.hits} hits, {self.misses} misses, {_amount(self.bytes_saved)} not sent{wrong}"
             )
-        if self.direct_bytes or self.copied_bytes:
+        if self.transport == "rdma":
             lines.append(
-                f"  over RDMA: {_amount(self.direct_bytes)} sent where they lay, {_amount(self.copied_bytes)} copied"
+                f"  over RDMA: {_amount(self.direct_bytes)} sent where they lay, {_amount(self.copied_bytes)} copied; "
+                f"{self.send_depth} SENDs in flight at most, window full {self.window_full} times"
             )
-        for stage, spent_ns in sorted(spent.items(), key=lambda item: -item[1]):
-            if spent_ns > 0:
-                share = 100.0 * spent_ns / self.span_ns if self.span_ns else 0.0
-                rate = _rate(moved.get(stage, 0), spent_ns)
-                lines.append(f"  {_LABELS[stage]:<22} {_seconds(spent_ns):>10} {share:5.1f} %{rate}")
-        if self.span_ns:
-            lines.append(f"most of the time went on: {_LABELS[max(spent, key=lambda stage: spent[stage])]}")
+        elif self.copies:
+            lines.append(f"  {self.copies} copies of {_amount(self.copied_bytes)}")
+        if not self.measured:
+            return [*lines, "  times were not measured"]
+        lines += self._time_lines()
+        if self.bottleneck is not None:
+            lines.append(f"{self.bottleneck}: {_WORDS[self.side, self.bottleneck]}")
         return lines
 
+    def _time_lines(self) -> list[str]:
+        lines: list[str] = []
+        labels = _LABELS[self.side]
+        inside = sorted(((getattr(self, f"{name}_ns"), name) for name in labels), reverse=True)
+        for ns, name in inside:
+            if ns:
+                share = 100.0 * ns / self.span_ns if self.span_ns else 0.0
+                lines.append(f"  {labels[name]:<24} {_seconds(ns):>11} {share:5.1f} %")
+        if self.blocked_ns:
+            lines.append(f"    of the waiting, for room to send: {_seconds(self.blocked_ns)}{self._kernel()}")
+        if self.hash_thread_ns:
+            lines.append(f"  threads hashed for {_seconds(self.hash_thread_ns)} meanwhile")
+        beside = [(self.alloc_ns, "laying out"), (self.verify_ns, "verifying"), (self.index_ns, "finishing the index")]
+        if any(ns for ns, _ in beside):
+            lines.append("  beside it: " + ", ".join(f"{label} {_seconds(ns)}" for ns, label in beside if ns))
+        if self.commands:
+            used = sorted(self.commands.items(), key=lambda item: -item[1].ns)
+            lines.append(
+                "  requests: " + ", ".join(f"{name} {stat.count} in {_seconds(stat.ns)}" for name, stat in used)
+            )
+        return lines
 
-class LoadRecorder:
-    """Builds a :class:`LoadProfile`: one clock that is always in exactly one stage. Used by one thread."""
+    def _kernel(self) -> str:
+        if not self.busy_ns:
+            return ""
+        closed, full = _seconds(self.peer_limited_ns), _seconds(self.buffer_limited_ns)
+        return f" (the server's window was closed for {closed}, the send buffer too small for {full})"
 
-    __slots__ = (
-        "_since", "_spent", "_stage", "bytes", "bytes_saved", "calls", "copied_bytes", "corrupt_hits",
-        "direct_bytes", "hits", "misses",
-    )  # fmt: skip
+    def _shares(self) -> dict[str, int]:
+        if self.side == "server":
+            return {
+                "client-bound": self.wait_ns + self.gap_ns,
+                "source-bound": self.read_ns,
+                "hash-bound": self.hash_ns,
+                "wire-bound": self.wire_ns,
+                "server-bound": self.staging_ns + self.ask_ns,
+            }
+        # While its window was closed, the server blocked the sends. On RDMA nobody knows, and it counts as the wire.
+        by_server = min(self.blocked_ns, self.peer_limited_ns)
+        return {
+            "source-bound": self.read_ns + self.gap_ns,
+            "hash-bound": self.hash_ns,
+            "wire-bound": self.wire_ns + self.staging_ns + self.blocked_ns - by_server,
+            "server-bound": self.ask_ns + self.wait_ns - self.blocked_ns + by_server,
+        }
 
-    def __init__(self) -> None:
-        self._spent = [0] * len(Stage)
-        self._stage = Stage.OTHER
-        self._since = perf_counter_ns()
-        self.calls = 0
-        self.bytes = 0
-        self.bytes_saved = 0
-        self.direct_bytes = 0
-        self.copied_bytes = 0
-        self.hits = 0
-        self.misses = 0
-        self.corrupt_hits = 0
 
-    def switch(self, stage: Stage) -> Stage:
-        """Enter ``stage`` and return the one that was left."""
-        now = perf_counter_ns()
-        previous = self._stage
-        self._spent[previous] += now - self._since
-        self._since = now
-        self._stage = stage
-        return previous
+_LABELS: Final[Mapping[str, Mapping[str, str]]] = {
+    "client": {
+        "read": "reading",
+        "hash": "hashing",
+        "ask": "asking the cache",
+        "staging": "copying",
+        "wire": "sending",
+        "wait": "waiting for the server",
+        "gap": "gaps",
+    },
+    "server": {
+        "read": "reading the cache",
+        "hash": "hashing",
+        "ask": "looking up",
+        "staging": "copying and storing",
+        "wire": "receiving",
+        "wait": "waiting for bytes",
+        "gap": "waiting for requests",
+    },
+}
 
-    def finish(self) -> LoadProfile:
-        """The profile up to now."""
-        self.switch(self._stage)
-        spent = self._spent
-        return LoadProfile(
-            calls=self.calls,
-            bytes=self.bytes,
-            span_ns=sum(spent),
-            hash_ns=spent[Stage.HASH],
-            ask_ns=spent[Stage.ASK],
-            send_ns=spent[Stage.SEND],
-            wait_ns=spent[Stage.WAIT],
-            alloc_ns=spent[Stage.ALLOC],
-            verify_ns=spent[Stage.VERIFY],
-            hits=self.hits,
-            misses=self.misses,
-            corrupt_hits=self.corrupt_hits,
-            bytes_saved=self.bytes_saved,
-            direct_bytes=self.direct_bytes,
-            copied_bytes=self.copied_bytes,
-        )
+_WORDS: Final[Mapping[tuple[str, str], str]] = {
+    ("client", "source-bound"): "the time went on this side, before sending: reading the model, and gaps",
+    ("client", "hash-bound"): "the time went on hashing for the server's cache",
+    ("client", "wire-bound"): "the time went on moving bytes",
+    ("client", "server-bound"): "the time went on waiting for the server",
+    ("server", "client-bound"): "the time went on waiting for the client, or for the network",
+    ("server", "source-bound"): "the time went on reading entries of the cache",
+    ("server", "hash-bound"): "the time went on hashing",
+    ("server", "wire-bound"): "the time went on taking bytes from the transport",
+    ("server", "server-bound"): "the time went on what this server does with the bytes",
+}
+
+
+def _less(now: Mapping[str, CommandStat], then: Mapping[str, CommandStat]) -> Mapping[str, CommandStat]:
+    none = CommandStat(0, 0)
+    left = {
+        name: CommandStat(stat.count - then.get(name, none).count, stat.ns - then.get(name, none).ns)
+        for name, stat in now.items()
+    }
+    return {name: stat for name, stat in left.items() if stat.count}
 
 
 def _seconds(ns: int) -> str:
@@ -177,4 +272,5 @@ def _amount(nbytes: int) -> str:
 
 
 def _rate(nbytes: int, ns: int) -> str:
-    return f" {nbytes / _GIB / (ns / 1e9):8.2f} GiB/s" if nbytes and ns else ""
+    rate = nbytes / _GIB / (ns / 1e9) if ns else 0.0
+    return f", {rate:.2f} GiB/s" if rate >= 0.01 else ""

@@ -295,7 +295,8 @@ def test_answers_that_make_no_sense(command: int, payload: bytes, said: str, pad
         peer.answer(payload)
         after.append(peer.rest())
 
-    error = push(Until(command, lie), padded, cache="always")
+    # Without the probe: its requests leave together with the question.
+    error = push(Until(command, lie), padded, cache="always", probe=False)
     assert isinstance(error, ProtocolError)
     assert said in error.detail
     assert after == [b""], "nothing is sent to a server that cannot be believed"

@@ -52,7 +52,7 @@ def test_importing_the_package_does_nothing():
 def test_the_library_needs_nothing_of_the_command_line():
     found = after("from weightwire import *")
     assert "weightwire._native._stream" in found["modules"]
-    assert not {"click", "rich", "weightwire.cli"} & set(found["modules"])
+    assert not {"click", "rich", "weightwire.cli", "prometheus_client"} & set(found["modules"])
     assert found["threads"] == 1
     assert found["handlers"] == 0
     assert not [name for name in found["libraries"] if "ibverbs" in name]

@@ -64,6 +64,10 @@ def test_its_metadata(wheel, tree):
     assert metadata.get_payload().strip() == (tree / "README.md").read_text().strip()
     runtime = {value for value in metadata.get_all("Requires-Dist", []) if "extra ==" not in value}
     assert {value.split(">")[0].split(";")[0].strip() for value in runtime} == {"numpy", "click", "rich"}
+    extras = [
+        value for value in metadata.get_all("Requires-Dist", []) if "extra == 'metrics'" in value.replace('"', "'")
+    ]
+    assert [value.split(";")[0].strip() for value in extras] == ["prometheus_client"]
     assert "weightwire = weightwire.cli:main" in scripts.replace("=", " = ").replace("  ", " ")
     assert len(licences) == 1
 

@@ -150,10 +150,16 @@ def test_every_server_setting_has_its_variable() -> None:
         "WEIGHTWIRE_SERVER_RETAIN": "Process",
         "WEIGHTWIRE_SERVER_MEMORY": "16GiB",
         "WEIGHTWIRE_SERVER_CACHE_VERIFY": "Size",
+        "WEIGHTWIRE_SERVER_METRICS_PORT": "0",
+        "WEIGHTWIRE_SERVER_METRICS_HOST": "[::1]",
     }
     config = ServerConfig.resolve(environ=environ)
-    assert config == ServerConfig("::1", 0, "/var/cache/rpc", "5.1", "process", 16 << 30, cache_verify="size")
+    assert config == ServerConfig(
+        "::1", 0, "/var/cache/rpc", "5.1", "process", 16 << 30, cache_verify="size", metrics_host="::1", metrics_port=0
+    )
     assert ServerConfig.resolve(port=7, environ=environ).port == 7
+    assert ServerConfig.resolve(metrics_port=7, environ=environ).metrics_port == 7
+    assert ServerConfig.resolve(environ={}).metrics_port is None
 
 
 @pytest.mark.parametrize(
@@ -167,6 +173,8 @@ def test_every_server_setting_has_its_variable() -> None:
         ("WEIGHTWIRE_SERVER_PROTOCOL", "seven"),
         ("WEIGHTWIRE_SERVER_RETAIN", "forever"),
         ("WEIGHTWIRE_SERVER_MEMORY", "lots"),
+        ("WEIGHTWIRE_SERVER_METRICS_PORT", "70000"),
+        ("WEIGHTWIRE_SERVER_METRICS_HOST", "*"),
     ],
 )
 def test_a_bad_server_variable_is_named(variable: str, value: str) -> None:
@@ -184,6 +192,7 @@ def test_a_bad_server_variable_is_named(variable: str, value: str) -> None:
         ({"cache": ""}, "--cache"),
         ({"retain": "for ever"}, "--retain"),
         ({"protocol": "seven"}, "--protocol"),
+        ({"metrics_host": "0.0.0.0:9090"}, "--metrics-host"),
     ],
 )
 def test_a_bad_server_option_is_named(arguments: dict[str, str], option: str) -> None:

@@ -4,6 +4,8 @@ from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyObject_GetBuffer
 from libc.stddef cimport size_t
 from libc.stdint cimport int64_t, uint8_t, uint64_t
 
+from weightwire._native._profile cimport ww_profile
+
 
 cdef extern from "<sys/uio.h>" nogil:
     struct iovec:
@@ -68,6 +70,7 @@ cdef extern from "stream/stream.h" nogil:
     struct ww_flow:
         int impatient
         uint64_t done
+        ww_profile *profile
 
     struct ww_parts:
         iovec *next

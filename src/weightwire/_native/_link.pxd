@@ -64,6 +64,8 @@ cdef extern from "verbs/link.h" nogil:
         uint64_t receives
         uint64_t direct_bytes
         uint64_t copied_bytes
+        uint64_t copies
+        uint64_t window_full
         uint32_t high_water
 
     ww_status ww_link_new(const ww_link_config *config, ww_link **link) noexcept

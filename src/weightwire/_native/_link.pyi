@@ -3,6 +3,7 @@ from typing import Any, Protocol
 
 from typing_extensions import Buffer, disjoint_base
 
+from weightwire._native._profile import Profile
 from weightwire._native._sentinel import Unset
 from weightwire._native._verbs import MemoryRegion, QueuePair
 from weightwire.ranges import FileRange
@@ -35,6 +36,11 @@ class Link:
     def timeout(self) -> float | None: ...
     @timeout.setter
     def timeout(self, value: float | None) -> None: ...
+    @property
+    def profile(self) -> Profile | None: ...
+    @profile.setter
+    def profile(self, value: Profile) -> None: ...
+    def send_limits(self) -> tuple[int, int, int] | None: ...
     @property
     def bytes_sent(self) -> int: ...
     @property

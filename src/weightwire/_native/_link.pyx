@@ -11,7 +11,8 @@ from weightwire._native._core cimport (
     WW_CLOSED, WW_DONE, WW_PAUSED, WW_SHORT, WW_TIMEOUT, take_buffer, take_writable, ww_flow, ww_flow_idle, ww_flow_start,
     ww_status,
 )
-from weightwire._native._shared cimport nanoseconds, shortened, unreadable
+from weightwire._native._profile cimport Profile
+from weightwire._native._shared cimport clock_of, nanoseconds, shortened, unreadable, watched_by
 from weightwire._native._verbs cimport WW_FAULT, Handle, MemoryRegion, QueuePair, getpid, ww_completion_text
 
 import errno
@@ -57,6 +58,8 @@ cdef class Link:
     cdef object name
     cdef uint64_t sent
     cdef uint64_t received
+    cdef Profile clock
+    cdef ww_link_counts_t last
 
     def __cinit__(self, *args, **kwargs):
         self.name = ""
@@ -126,6 +129,19 @@ cdef class Link:
         self.given_timeout = value
 
     @property
+    def profile(self):
+        """The `Profile` that is told when the link waits, copies and reads, or None; assigned once."""
+        return self.clock
+
+    @profile.setter
+    def profile(self, Profile value not None):
+        self.clock = watched_by(self.clock, value)
+
+    def send_limits(self):
+        """None: nobody knows what keeps a queue pair from sending. Never raises."""
+        return None
+
+    @property
     def bytes_sent(self):
         """Bytes handed to the device or its ring so far."""
         return self.sent
@@ -142,14 +158,14 @@ cdef class Link:
 
     @property
     def counts(self):
-        """What has been done so far: sends, receives (SENDs of the peer), direct_bytes, copied_bytes, high_water."""
-        cdef ww_link_counts_t counts
-        if self.link == NULL:
-            return dict.fromkeys(("sends", "receives", "direct_bytes", "copied_bytes", "high_water"), 0)
-        counts = counts_of(self.link)
+        """What has been done so far, or had been when it was closed: sends, receives (SENDs of the peer), direct_bytes,
+        copied_bytes, copies (SENDs out of the ring), window_full (waits for a slot of it), high_water (most SENDs in flight).
+        """
+        cdef ww_link_counts_t counts = self.last if self.link == NULL else counts_of(self.link)
         return {
             "sends": counts.sends, "receives": counts.receives, "direct_bytes": counts.direct_bytes,
-            "copied_bytes": counts.copied_bytes, "high_water": counts.high_water,
+            "copied_bytes": counts.copied_bytes, "copies": counts.copies, "window_full": counts.window_full,
+            "high_water": counts.high_water,
         }
 
     def attach(self, tcp, str framing):
@@ -212,6 +228,7 @@ cdef class Link:
         self.stopped = True
         if link == NULL:
             return 0
+        self.last = counts_of(link)
         ww_link_free(link)
         # First what tells the peer, then what it would write to.
         if self.tcp is not None:
@@ -337,6 +354,7 @@ cdef class Link:
             self.enter("recv")
             try:
                 ww_flow_start(&flow, limit)
+                flow.profile = clock_of(self.clock)
                 self.pull(<char *>target.buf, <size_t>target.len, &flow, &status)
                 if status.code != WW_DONE:
                     self.fail(status, &flow, <uint64_t>target.len, False)
@@ -354,6 +372,7 @@ cdef class Link:
         self.enter("recv")
         try:
             ww_flow_start(&flow, limit)
+            flow.profile = clock_of(self.clock)
             self.pull(PyBytes_AsString(data), <size_t>nbytes, &flow, &status)
             if status.code != WW_DONE:
                 if end_is_none and status.code == WW_CLOSED and status.error == 0 and flow.done == 0:
@@ -456,6 +475,7 @@ cdef class Link:
             self.enter("send")
             try:
                 ww_flow_start(&flow, self.timeout_ns)
+                flow.profile = clock_of(self.clock)
                 self.push(&left, nbytes, source, &flow)
             finally:
                 self.leave()

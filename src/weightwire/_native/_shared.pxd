@@ -3,6 +3,7 @@
 from libc.stdint cimport INT64_MAX, int64_t, uint64_t
 
 from weightwire._native._core cimport ww_status
+from weightwire._native._profile cimport Profile, ww_profile
 
 
 cdef inline int64_t nanoseconds(object timeout) except? -2:
@@ -15,6 +16,18 @@ cdef inline int64_t nanoseconds(object timeout) except? -2:
     if seconds > 9e9:
         return INT64_MAX
     return <int64_t>(seconds * 1e9)
+
+
+cdef inline ww_profile *clock_of(Profile profile):
+    """What a flow tells of its waiting, or NULL."""
+    return NULL if profile is None else &profile.core
+
+
+cdef inline Profile watched_by(Profile now, Profile given):
+    """What ``profile`` of a stream is after ``given`` was assigned to it. Once set it stays: calls may be using it."""
+    if given is None or (now is not None and now is not given):
+        raise ValueError("a stream is given its profile once")
+    return given
 
 
 cdef inline object shortened(object source, uint64_t end):

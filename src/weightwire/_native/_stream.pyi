@@ -2,6 +2,7 @@ from collections.abc import Sequence
 
 from typing_extensions import Buffer, disjoint_base
 
+from weightwire._native._profile import Profile
 from weightwire._native._sentinel import Unset
 from weightwire.ranges import FileRange
 
@@ -16,6 +17,11 @@ class Stream:
     def timeout(self) -> float | None: ...
     @timeout.setter
     def timeout(self, value: float | None) -> None: ...
+    @property
+    def profile(self) -> Profile | None: ...
+    @profile.setter
+    def profile(self, value: Profile) -> None: ...
+    def send_limits(self) -> tuple[int, int, int] | None: ...
     @property
     def bytes_sent(self) -> int: ...
     @property

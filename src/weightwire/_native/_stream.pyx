@@ -14,7 +14,8 @@ from weightwire._native._core cimport (
     ww_write_back,
     ww_recv_exact, ww_send_file, ww_send_parts, ww_socket_ended, ww_socket_prepare, ww_status,
 )
-from weightwire._native._shared cimport nanoseconds, shortened, unreadable
+from weightwire._native._profile cimport WW_STAGE_READ, Profile, tcp_limits, ww_limits, ww_profile_aside, ww_profile_back
+from weightwire._native._shared cimport clock_of, nanoseconds, shortened, unreadable, watched_by
 
 import errno
 import os
@@ -65,6 +66,7 @@ cdef class Stream:
     cdef uint64_t sent
     cdef uint64_t received
     cdef ww_file_pace pace
+    cdef Profile clock
 
     def __cinit__(self, *args, **kwargs):
         self.fd = -1
@@ -105,6 +107,23 @@ cdef class Stream:
     def timeout(self, value):
         self.timeout_ns = nanoseconds(value)
         self.given_timeout = value
+
+    @property
+    def profile(self):
+        """The `Profile` that is told when the stream waits, or None; assigned once."""
+        return self.clock
+
+    @profile.setter
+    def profile(self, Profile value not None):
+        self.clock = watched_by(self.clock, value)
+
+    def send_limits(self):
+        """How long, in nanoseconds so far, there was data to send, the peer's window was closed and the send buffer full; None
+        where the kernel does not say (no TCP, closed). Never raises."""
+        cdef ww_limits limits
+        if self.gone or self.fd < 0 or tcp_limits(self.fd, &limits) != 0:
+            return None
+        return limits.busy_ns, limits.window_ns, limits.buffer_ns
 
     @property
     def bytes_sent(self):
@@ -241,6 +260,7 @@ cdef class Stream:
             self.enter("recv")
             try:
                 ww_flow_start(&flow, limit)
+                flow.profile = clock_of(self.clock)
                 self.pull(<char *>target.buf, <size_t>target.len, &flow, &status)
                 if status.code != WW_DONE:
                     self.fail(status, &flow, <uint64_t>target.len, False)
@@ -258,6 +278,7 @@ cdef class Stream:
         self.enter("recv")
         try:
             ww_flow_start(&flow, limit)
+            flow.profile = clock_of(self.clock)
             self.pull(PyBytes_AsString(data), <size_t>nbytes, &flow, &status)
             if status.code != WW_DONE:
                 if end_is_none and status.code == WW_CLOSED and status.error == 0 and flow.done == 0:
@@ -330,6 +351,7 @@ cdef class Stream:
         cdef ww_flow flow
         cdef uint64_t nbytes = 0
         cdef size_t got = 0
+        cdef int aside
         cdef ww_status status
         if count > FEW:
             views = <Py_buffer *>PyMem_Malloc(count * sizeof(Py_buffer))
@@ -351,8 +373,10 @@ cdef class Stream:
                     window = PyMem_Malloc(SMALL_RANGE)
                     if window == NULL:
                         raise MemoryError
+                    aside = ww_profile_aside(clock_of(self.clock), WW_STAGE_READ)
                     with nogil:
                         status = ww_read_file(part.fd, part.offset, window, part.nbytes, &got)
+                    ww_profile_back(clock_of(self.clock), aside)
                     if status.code == WW_SHORT:
                         shortened(source, part.offset + got)
                     if status.code != WW_DONE:
@@ -363,6 +387,7 @@ cdef class Stream:
                     nbytes += part.nbytes
                     part = NULL
                 ww_flow_start(&flow, self.timeout_ns)
+                flow.profile = clock_of(self.clock)
                 if part != NULL:
                     nbytes += part.nbytes
                 self.push(&left, nbytes, part != NULL, &flow)

@@ -10,11 +10,13 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+from collections.abc import Callable
 from enum import Enum
 from typing import Final, NamedTuple
 
 from weightwire.cache.workers import Workers
 from weightwire.hashing import FNV_OFFSET, fnv1a64, read_fnv1a64
+from weightwire.profile import Stage
 
 __all__ = ["PIECE", "EntryChanged", "Fill", "Reader", "ReadingStopped", "advise", "read_exactly"]
 
@@ -142,6 +144,11 @@ class Fill:
 
     # For the reader: with its lock held, but for `work`.
 
+    @property
+    def reading(self) -> bool:
+        """Whether some of it is not in memory yet."""
+        return self._ready < self.nbytes
+
     def finished(self) -> bool:
         """Whether all is in place, and hashed. Raises what went wrong, once nobody is at it any more."""
         if self._running:
@@ -215,12 +222,14 @@ class Fill:
 class Reader:
     """What one client has being read. The oldest entry's pieces come first; clients take turns at the workers.
 
-    `stop` may be called from any thread, everything else from the client's.
+    ``switch`` is told the `Stage` of the thread inside `Fill.finish`, whether it does the work or waits for it. `stop`
+    may be called from any thread, everything else from the client's.
     """
 
-    def __init__(self, workers: Workers) -> None:
+    def __init__(self, workers: Workers, switch: Callable[[int], int] = int) -> None:
         self.condition = threading.Condition()
         self._workers = workers
+        self._switch = switch
         self._fills: list[Fill] = []
         self._tokens = 0
         self._stopped = False
@@ -247,6 +256,13 @@ class Reader:
         """Return when ``fill`` is finished. Whoever wants it helps: workers may be few, or busy with other clients.
         And rather than wait for pieces others have, with what is wanted next.
         """
+        before = self._switch(Stage.READ)
+        try:
+            self._finish(fill)
+        finally:
+            self._switch(before)
+
+    def _finish(self, fill: Fill) -> None:
         while True:
             with self.condition:
                 while True:
@@ -257,7 +273,10 @@ class Reader:
                     claimed = self._claim([fill]) or self._claim(self._fills)
                     if claimed is not None:
                         break
+                    self._switch(Stage.READ if fill.reading else Stage.HASH)
                     self.condition.wait()
+            # Reading and hashing in one go counts as reading.
+            self._switch(Stage.HASH if claimed[1].doing is Doing.HASH else Stage.READ)
             self._work(*claimed)
             del claimed
 

@@ -55,6 +55,9 @@ class Save:
         self.cancelled = False
         self.writer: CacheWriter | None = None
         self.written = 0
+        self.lost = False
+        """Whether it comes to no entry because something was in its way."""
+        self.stored = False
         self._saver = saver
         self._window = window
         self._landed = 0
@@ -129,7 +132,7 @@ class Save:
             self._digest = fnv1a64(window[self._hashed : end], self._digest)
         except Exception:
             logger.exception("hashing a tensor for the cache failed")
-            self.cancelled = True
+            self.cancelled = self.lost = True
         self._hashed = end
         with self._saver.condition:
             self._saver.progress.moved()
@@ -164,6 +167,13 @@ class Saver:
         self._behind = False
         self._left: list[tuple[int, list[Save]]] = []
         self._unlisted = False
+        self._stored = 0
+        self._lost = 0
+
+    def counts(self) -> tuple[int, int, int]:
+        """How many entries have been stored; how many could not be; how many have arrived and are neither yet."""
+        with self.condition:
+            return self._stored, self._lost, sum(save.received for save in self._pending)
 
     def begin(self, window: memoryview) -> Save | None:
         """Keep the tensor that will be received into ``window``.
@@ -172,16 +182,21 @@ class Saver:
         """
         save = Save(self, window.nbytes, window)
         with self.condition:
-            if self.progress.hurried or not self._started():
+            if self.progress.hurried:
+                return None
+            if not self._started():
+                self._lost += 1
                 return None
             self._pending[save] = None
         return save
 
     def put(self, writer: CacheWriter, content_hash: int, nbytes: int) -> None:
         """Sync what ``writer`` has written, and put it in place; the writer belongs to the saver from now on."""
-        if writer.fd < 0:
-            return
         save = Save(self, nbytes, None)
+        if writer.fd < 0:
+            save.lost = True
+            self._count(save)
+            return
         save.content_hash, save.received, save.writer = content_hash, True, writer
         self.wait(self._disk_has_room)
         with self.condition:
@@ -191,6 +206,7 @@ class Saver:
                 self.condition.notify_all()
                 return
         self._sync(save)
+        self._count(save)
 
     def settled(self, content_hash: int, nbytes: int) -> None:
         """Wait for what is being kept and is, or may turn out to be, the entry ``content_hash`` of ``nbytes`` bytes;
@@ -244,9 +260,11 @@ class Saver:
 
     def give_up(self, saves: list[Save]) -> None:
         """The disk has been waited for long enough: no entry comes of those that are not written yet."""
-        lost = [save for save in saves if save.window is not None]
-        for save in lost:
-            save.abandon()
+        with self.condition:
+            lost = [save for save in saves if save.window is not None]
+            for save in lost:
+                save.lost = True
+                save.abandon()
         if lost and not self.progress.hurried:
             level = logging.DEBUG if self._behind else logging.WARNING
             self._behind = True
@@ -289,6 +307,7 @@ class Saver:
             late = 0
             for save in list(self._pending):
                 late += save.received
+                save.lost = save.lost or save.received
                 save.cancelled = True
                 if save.writer is not None:
                     save.writer.unlink()
@@ -323,8 +342,15 @@ class Saver:
 
     def _end(self, save: Save) -> None:
         save.release()
-        self._pending.pop(save, None)
+        if save in self._pending:
+            del self._pending[save]
+            self._count(save)
         self.progress.moved()
+
+    def _count(self, save: Save) -> None:
+        with self.condition:
+            self._stored += save.stored
+            self._lost += save.lost and not save.stored
 
     def _started(self) -> bool:
         if len(self._threads) == len(_THREADS):
@@ -355,6 +381,7 @@ class Saver:
                 going_on = self._write(save)
             except Exception:
                 logger.exception("cache %s: storing a tensor failed", self._cache.directory)
+                save.lost = True
                 going_on = False
             if not going_on and save.writer is not None:
                 save.writer.abort()
@@ -374,6 +401,7 @@ class Saver:
         save.writer = writer = self._cache.writer()
         for start in range(0, window.nbytes, _STEP):
             if save.cancelled or writer.fd < 0:
+                save.lost = save.lost or not save.cancelled
                 return False
             writer.write(window[start : start + _STEP])
             # On its way to the disk now, and not all of it when it is synced.
@@ -386,6 +414,7 @@ class Saver:
         with self.condition:
             # From here on the file has it all: what happens to the memory is of no matter.
             if save.cancelled or writer.fd < 0:
+                save.lost = save.lost or not save.cancelled
                 return False
             self._behind = False
             save.release()
@@ -438,6 +467,7 @@ class Saver:
                 self._sync(save)
             except Exception:
                 logger.exception("cache %s: storing a tensor failed", self._cache.directory)
+                save.lost = True
             with self.condition:
                 os.close(self._syncing_fd)
                 self._syncing, self._syncing_fd = None, -1
@@ -462,4 +492,6 @@ class Saver:
                 with self.condition:
                     self.progress.moved()
             if not self._cache.holds_file(content_hash, writer.fd, save.nbytes):
-                self._unlisted |= writer.commit(content_hash, lambda: not save.cancelled)
+                save.stored = writer.commit(content_hash, lambda: not save.cancelled)
+                save.lost = save.lost or not (save.stored or save.cancelled)
+                self._unlisted |= save.stored

@@ -115,6 +115,9 @@ class TensorCache:
                 f"cache directory {self.directory} cannot be made: {error.strerror or error}",
                 hint="name a directory this user may write to",
             ) from error
+        self.quarantined = 0
+        """How many entries this object has moved to quarantine."""
+        self._counting = threading.Lock()
         self._complained = threading.Event()
         self._stuck: set[tuple[int, str]] = set()
         self._sound: set[tuple[int, int, int, int, int]] = set()
@@ -173,6 +176,8 @@ class TensorCache:
             self._once(content_hash, reason, "cache entry %s: %s; it cannot be moved away: %s", path, reason, why)
             return False
         if where is not None:
+            with self._counting:
+                self.quarantined += 1
             logger.warning("cache entry %s: %s; moved to %s", path, reason, where)
         return where is not None
 

@@ -14,7 +14,7 @@ import click
 
 from weightwire.cli.embedded import EmbeddedServer
 from weightwire.cli.failures import ENVIRONMENT, Failure, as_usage, cannot_here
-from weightwire.cli.options import SIZE, help_, json_output, quiet, timeout, transport
+from weightwire.cli.options import SIZE, help_, json_output, profile, quiet, timeout, transport
 from weightwire.cli.output import human_bytes, line, note, object_, printable
 from weightwire.cli.progress import Progress, choose_display
 from weightwire.cli.report import push_lines, push_object
@@ -36,6 +36,7 @@ DISK_BESIDE = parse_size("16MiB")
 @click.option("--keep", is_flag=True, help="Keep the generated model and say where it is.")
 @timeout
 @transport
+@profile
 @json_output
 @quiet
 @help_
@@ -45,6 +46,7 @@ def demo(
     keep: bool,
     timeout: float | None,
     transport: str | None,
+    show_profile: bool,
     as_json: bool,
     quiet: bool,
 ) -> None:
@@ -61,7 +63,7 @@ def demo(
             path, generated = _generate(stack, size or DEFAULT_SIZE, keep, quiet)
         else:
             path, generated = model, None
-        report, texts = _run(path, config, quiet)
+        report, texts = _run(path, config, show_profile or None, quiet)
     report = {"model": path, "generated": generated is not None, "kept": bool(generated and keep)} | report
     if as_json:
         object_(report)
@@ -110,7 +112,7 @@ def _generate(stack: ExitStack, size: int, keep: bool, quiet: bool) -> tuple[str
     return path, time.monotonic() - started
 
 
-def _run(path: str, config: ClientConfig, quiet: bool) -> tuple[dict[str, Any], list[str]]:
+def _run(path: str, config: ClientConfig, profile: bool | None, quiet: bool) -> tuple[dict[str, Any], list[str]]:
     """Serve, push and verify ``path``; what there is to say about it, as an object and as lines."""
     from weightwire.client import connect
     from weightwire.client.plan import select
@@ -124,7 +126,7 @@ def _run(path: str, config: ClientConfig, quiet: bool) -> tuple[dict[str, Any], 
         _check_memory(opened.nbytes)
         with (
             EmbeddedServer(("--transport", config.transport)) as server,
-            connect(server.endpoint, timeout=config.timeout, transport=config.transport) as connection,
+            connect(server.endpoint, timeout=config.timeout, transport=config.transport, profile=profile) as connection,
             Progress("pushing", opened.nbytes, choose_display(quiet), then="verifying") as progress,
         ):
             result = connection.push(opened, cache="never", verify=True, progress=progress.report)

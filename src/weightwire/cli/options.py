@@ -27,6 +27,7 @@ __all__ = [
     "layers_each",
     "no_index",
     "no_mmap",
+    "profile",
     "protocol",
     "quiet",
     "targets_of",
@@ -251,6 +252,16 @@ def no_mmap(function: _F) -> _F:
         "--no-mmap",
         is_flag=True,
         help="Read the model's files in large blocks, instead of having the kernel send them.",
+    )(function)
+
+
+def profile(function: _F) -> _F:
+    """``--profile`` of a client."""
+    return click.option(
+        "--profile",
+        "show_profile",
+        is_flag=True,
+        help="Say on stderr what each connection spent its time on. [GGML_RPC_LOADPROF=1 does the same]",
     )(function)
 
 

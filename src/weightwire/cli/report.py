@@ -48,7 +48,7 @@ def push_lines(connection: Connection, summary: PushSummary) -> list[str]:
     ]
     lines += _cache_lines(summary)
     if summary.verified:
-        lines.append(f"every byte verified, in {summary.profile.verify_ns / 1e9:.2f} s")
+        lines.append(f"every byte verified, in {summary.verify_seconds:.2f} s")
     return lines
 
 
@@ -138,4 +138,4 @@ def _cache_lines(summary: PushSummary) -> list[str]:
 
 def _pushing(summary: PushSummary) -> float:
     """Seconds without reading back and comparing."""
-    return max(summary.seconds - summary.profile.verify_ns / 1e9, 0.0)
+    return max(summary.seconds - summary.verify_seconds, 0.0)

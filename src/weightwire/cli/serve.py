@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import select
 import signal
 import sys
+import threading
 from pathlib import Path
 from types import FrameType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Self
 
 import click
 
 from weightwire.cli.failures import ENVIRONMENT, Failure, by_signal, cannot_here
 from weightwire.cli.options import SIZE, VERSION, check_protocol, help_, json_output
-from weightwire.cli.output import line, object_
+from weightwire.cli.output import StdoutClosed, StdoutFailed, line, note, object_
 from weightwire.config import CACHE_VERIFY_MODES, RETAIN_MODES, TRANSPORTS, ServerConfig
 from weightwire.errors import ConfigError
+
+if TYPE_CHECKING:
+    from weightwire.metrics import MetricsEndpoint
+    from weightwire.profile import LoadProfile
+    from weightwire.server import Server
 
 __all__ = ["serve"]
 
@@ -65,6 +72,25 @@ __all__ = ["serve"]
     help="auto: RDMA with clients that offer it, TCP otherwise; rdma: refuse other clients. "
     "[WEIGHTWIRE_SERVER_TRANSPORT; default: auto]",
 )
+@click.option(
+    "--metrics-port",
+    type=click.IntRange(0, 65535),
+    metavar="P",
+    help="Serve metrics for Prometheus at http://H:P/metrics; 0 takes a free port. [WEIGHTWIRE_SERVER_METRICS_PORT; "
+    "default: no metrics]",
+)
+@click.option(
+    "--metrics-host",
+    metavar="H",
+    help="Address to serve metrics on. [WEIGHTWIRE_SERVER_METRICS_HOST; default: 127.0.0.1]",
+)
+@click.option(
+    "--profile",
+    "show_profile",
+    is_flag=True,
+    help="Say on stderr what each connection spent its time on, when it ends; with --json on stdout, one object for "
+    "each. [GGML_RPC_LOADPROF=1 does so on stderr]",
+)
 @click.option("--lifeline", is_flag=True, hidden=True, help="End when stdin ends: for a parent that may be killed.")
 @json_output
 @help_
@@ -77,6 +103,9 @@ def serve(
     retain: str | None,
     memory: int | None,
     transport: str | None,
+    metrics_port: int | None,
+    metrics_host: str | None,
+    show_profile: bool,
     lifeline: bool,
     as_json: bool,
 ) -> None:
@@ -96,10 +125,13 @@ def serve(
         retain=retain,
         memory=memory,
         transport=transport,
+        metrics_host=metrics_host,
+        metrics_port=metrics_port,
     )
     check_protocol(config.protocol, "WEIGHTWIRE_SERVER_PROTOCOL")
+    profiles = _Profiles() if show_profile and as_json else None
     directory = _cache_directory(config.cache) if config.cache is not None else None
-    with _Stop() as stop:
+    with _Stop() as stop, contextlib.ExitStack() as ending:
         with cannot_here("choose another --port (0 takes a free one); --host must be an address of this machine"):
             server = Server(
                 config.host,
@@ -110,22 +142,46 @@ def serve(
                 retain=config.retain,
                 memory=config.memory,
                 transport=config.transport,
+                profile=False if profiles else show_profile or None,
+                on_profile=profiles.write if profiles else None,
             )
+            # Before anybody can connect: if they cannot be had, no client is cut off.
+            metrics = ending.enter_context(_metrics(server, config)) if config.metrics_port is not None else None
+            ending.callback(server.close)
             server.start()
         try:
-            _announce(server, config, as_json)
+            _announce(server, config, metrics, as_json)
+            if profiles:
+                profiles.announced.set()
             stop.wait(lifeline=lifeline)
         finally:
-            server.close()
+            if profiles:
+                profiles.announced.set()
     if stop.signals and stop.signals[0] != signal.SIGTERM:
         sys.exit(by_signal(stop.signals[0]))
 
 
-def _announce(server: Any, config: ServerConfig, as_json: bool) -> None:
+def _metrics(server: Server, config: ServerConfig) -> MetricsEndpoint:
+    try:
+        from weightwire.metrics import MetricsEndpoint
+    except ImportError as error:
+        raise Failure(
+            error, ENVIRONMENT,
+            detail="--metrics-port needs prometheus_client, which is not installed",
+            hint="pip install prometheus_client, or leave --metrics-port out",
+        ) from error  # fmt: skip
+    assert config.metrics_port is not None
+    with cannot_here("choose another --metrics-port (0 takes a free one)"):
+        return MetricsEndpoint(server, config.metrics_host, config.metrics_port)
+
+
+def _announce(server: Server, config: ServerConfig, metrics: MetricsEndpoint | None, as_json: bool) -> None:
     endpoints = list(server.endpoints)
     if not as_json:
         for endpoint in endpoints:
             line(endpoint)
+        if metrics is not None:
+            note(f"weightwire: metrics at {metrics.url}")
         return
     object_(
         {
@@ -138,9 +194,26 @@ def _announce(server: Any, config: ServerConfig, as_json: bool) -> None:
             "retain": config.retain,
             "memory": config.memory,
             "transport": config.transport,
+            "metrics": metrics.url if metrics is not None else None,
+            "metrics_port": metrics.port if metrics is not None else None,
             "pid": os.getpid(),
         }
     )
+
+
+class _Profiles:
+    """Objects of what connections spent their time on, on stdout, one at a time and none before the announcement."""
+
+    def __init__(self) -> None:
+        self.announced = threading.Event()
+        self._lock = threading.Lock()
+
+    def write(self, profile: LoadProfile) -> None:
+        """Whoever has stopped reading them does not want them."""
+        if profile.loaded:
+            self.announced.wait()
+            with self._lock, contextlib.suppress(StdoutClosed, StdoutFailed):
+                object_({"profile": profile.as_dict()})
 
 
 def _cache_directory(text: str) -> Path:

@@ -18,6 +18,7 @@ from weightwire.cli.options import (
     layers_each,
     no_index,
     no_mmap,
+    profile,
     protocol,
     quiet,
     targets_of,
@@ -48,6 +49,7 @@ __all__ = ["warm"]
 @timeout
 @protocol
 @transport
+@profile
 @json_output
 @quiet
 @help_
@@ -63,6 +65,7 @@ def warm(
     timeout: float | None,
     protocol: str | None,
     transport: str | None,
+    show_profile: bool,
     as_json: bool,
     quiet: bool,
 ) -> int:
@@ -100,6 +103,7 @@ def warm(
                 timeout=config.timeout,
                 protocol=config.protocol,
                 transport=config.transport,
+                profile=show_profile or None,
             )
         seconds = time.monotonic() - started
     if len(warmed) == 1:

@@ -11,7 +11,7 @@ from weightwire.client.hashpool import HashFeed
 from weightwire.client.probe import Edge, edges_of
 from weightwire.client.remote import RemoteTensor
 from weightwire.errors import ProtocolError
-from weightwire.profile import LoadRecorder, Stage
+from weightwire.profile import Stage
 from weightwire.ranges import FileRange
 from weightwire.wire.answers import decode_u8_answer
 from weightwire.wire.commands import Command
@@ -51,7 +51,6 @@ class Questions:
     def __init__(
         self,
         channel: Channel,
-        recorder: LoadRecorder,
         placed: Sequence[RemoteTensor],
         payloads: Sequence[FileRange | memoryview],
         cached: Sequence[int],
@@ -60,7 +59,7 @@ class Questions:
         doubt: Callable[[str], object],
     ) -> None:
         self._channel = channel
-        self._recorder = recorder
+        self._recorder = channel.recorder
         self._placed = placed
         self._payloads = payloads
         self._cached = cached
@@ -179,8 +178,9 @@ class Questions:
 
         previous = self._recorder.switch(Stage.HASH)
         value = self._feed.get(position, watch)
-        self._recorder.switch(previous)
+        self._recorder.switch(Stage.READ)
         edges = edges_of(self._payloads[index]) if self._probe else ()
+        self._recorder.switch(previous)
         question = self._questions[index] = _Question(value, edges)
         self._open += 1
 

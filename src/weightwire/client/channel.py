@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from weightwire.errors import PeerClosed, ProtocolError, TransferTimeout, TransportError, WeightwireError
 from weightwire.ranges import FileRange
-from weightwire.transport.rdma import RdmaStream
+from weightwire.transport.profiling import LoadRecorder
 from weightwire.wire.commands import Command
 from weightwire.wire.framing import RESPONSE_HEADER_BYTES, parse_u64, request_header
 
@@ -44,6 +44,7 @@ class _Expected(NamedTuple):
     tensor: str | None
     into: memoryview | None
     then: Callable[[bytes], None] | None
+    since: int
 
 
 class Request(NamedTuple):
@@ -58,12 +59,16 @@ class Request(NamedTuple):
 
 
 class Channel:
-    """The stream of one connection and what is still expected on it. Everything but `close` needs `exclusive`."""
+    """The stream of one connection and what is still expected on it. Everything but `close` needs `exclusive`.
 
-    def __init__(self, stream: ByteStream, dialect: Dialect) -> None:
+    ``recorder`` has the connection's profile; one that is given counts from here on.
+    """
+
+    def __init__(self, stream: ByteStream, dialect: Dialect, recorder: LoadRecorder | None = None) -> None:
         self.dialect = dialect
         self.endpoint = stream.endpoint
-        self.calls = 0
+        self.recorder = LoadRecorder() if recorder is None else recorder
+        self.recorder.watch(stream)
         self._stream = stream
         self._lock = threading.Lock()
         self._owner: int | None = None
@@ -76,14 +81,6 @@ class Channel:
     def closed(self) -> bool:
         """Whether the connection was closed, by the caller or after a failure."""
         return self._closed
-
-    @property
-    def copies(self) -> tuple[int, int]:
-        """Bytes sent out of registered memory so far, and by way of the ring; (0, 0) on TCP."""
-        if not isinstance(self._stream, RdmaStream):
-            return 0, 0
-        counts = self._stream.counts
-        return counts["direct_bytes"], counts["copied_bytes"]
 
     @property
     def outstanding(self) -> int:
@@ -143,6 +140,7 @@ class Channel:
         if not self._closed:
             # Its text and not the error itself, whose traceback would keep the caller's arrays alive.
             self._failure = getattr(error, "detail", "") or str(error) or type(error).__name__
+        self.recorder.sample()
         self._closed = True
         self._stream.close()
 
@@ -151,20 +149,18 @@ class Channel:
 
         A thread that waits inside a call is woken and gets TransportError.
         """
+        self.recorder.sample()
         self._closed = True
         # The stream gives its descriptor back only once no call is inside it.
         self._stream.close()
 
     # Requests.
 
-    def send(self, *parts: Buffer, messages: int = 1) -> None:
-        """Send whole messages, in one go; counts ``messages``
-        requests.
-        """
+    def send(self, *parts: Buffer) -> None:
+        """Send whole messages, in one go."""
         self._cut = True
         self._stream.send(*parts)
         self._cut = False
-        self.calls += messages
 
     def begin(self, head: Buffer, payload: Buffer | FileRange) -> None:
         """Send ``head`` and the first slice of a payload that `more` and then `end` complete."""
@@ -178,7 +174,19 @@ class Channel:
     def end(self) -> None:
         """The message that `begin` started is complete."""
         self._cut = False
-        self.calls += 1
+
+    def sent_tensors(self, names: Sequence[str], nbytes: int, since: int) -> None:
+        """SET_TENSOR of the tensors called ``names`` has been sent since then, with ``nbytes`` bytes of data in all.
+
+        Counts that, and queues the answers if there are any.
+        """
+        recorder = self.recorder
+        recorder.set_tensor_bytes += nbytes
+        if not self.dialect.answered(Command.SET_TENSOR):
+            recorder.command(Command.SET_TENSOR, since, len(names))
+            return
+        for name in names:
+            self.expect(Command.SET_TENSOR, 0, tensor=name, since=since)
 
     def _put(self, head: Sequence[Buffer], payload: Buffer | FileRange) -> None:
         if isinstance(payload, FileRange):
@@ -195,33 +203,42 @@ class Channel:
         then: Callable[[bytes], None] | None = None,
     ) -> None:
         """Send a fixed-size request; queue its answer if it has one (``then`` gets the payload once it is read)."""
+        since = self.recorder.now()
         try:
             self.send(request_header(command, len(payload)) + payload)
         except WeightwireError as error:
             raise self.explain(error, command.name, tensor=tensor, position="before", bytes_done=0) from error.__cause__
         if self.dialect.answered(command):
-            self.expect(command, self.dialect.answer_bytes(command) or 0, tensor=tensor, then=then)
+            self.expect(command, self.dialect.answer_bytes(command) or 0, tensor=tensor, then=then, since=since)
+        else:
+            self.recorder.command(command, since)
 
     def post_all(self, requests: Sequence[Request], *, tensor: str) -> None:
         """Send small requests about one tensor in one go; queue the answers of those that have one."""
         parts = [request_header(each.command, len(each.payload)) + each.payload for each in requests]
+        since = self.recorder.now()
         try:
-            self.send(b"".join(parts), messages=len(parts))
+            self.send(b"".join(parts))
         except WeightwireError as error:
             name = requests[-1].command.name if len(requests) == 1 else Command.SET_TENSOR_HASH.name
             raise self.explain(error, name, tensor=tensor, position="before", bytes_done=0) from error.__cause__
         for each in requests:
+            if each.command == Command.SET_TENSOR:
+                self.recorder.set_tensor_bytes += len(each.payload) - self.dialect.set_tensor_header_bytes
             if self.dialect.answered(each.command):
                 nbytes = self.dialect.answer_bytes(each.command) if each.nbytes is None else each.nbytes
-                self.expect(each.command, nbytes or 0, tensor=tensor, then=each.then)
+                self.expect(each.command, nbytes or 0, tensor=tensor, then=each.then, since=since)
+            else:
+                self.recorder.command(each.command, since)
 
     def post_read(self, payload: bytes, into: memoryview, *, tensor: str) -> None:
         """Send GET_TENSOR, whose answer fills ``into`` when its turn comes."""
+        since = self.recorder.now()
         try:
             self.send(request_header(Command.GET_TENSOR, len(payload)) + payload)
         except WeightwireError as error:
             raise self.explain(error, "GET_TENSOR", tensor=tensor, position="before", bytes_done=0) from error.__cause__
-        self.expect(Command.GET_TENSOR, into.nbytes, tensor=tensor, into=into)
+        self.expect(Command.GET_TENSOR, into.nbytes, tensor=tensor, into=into, since=since)
 
     # Answers.
 
@@ -233,9 +250,11 @@ class Channel:
         tensor: str | None = None,
         into: memoryview | None = None,
         then: Callable[[bytes], None] | None = None,
+        since: int | None = None,
     ) -> None:
-        """Queue an answer of ``nbytes`` payload bytes."""
-        self._pending.append(_Expected(command, nbytes, tensor, into, then))
+        """Queue an answer of ``nbytes`` payload bytes to a request that was sent at ``since`` (`LoadRecorder.now`)."""
+        since = self.recorder.now() if since is None else since
+        self._pending.append(_Expected(command, nbytes, tensor, into, then, since))
 
     def settle(self, limit: int = 0) -> None:
         """Read answers until at most ``limit`` are left."""
@@ -248,7 +267,7 @@ class Channel:
         ProtocolError if its size is not the one expected.
         """
         expected = self._pending[0]
-        command, nbytes, tensor, into, then = expected
+        command, nbytes, tensor, into, then, since = expected
         self._cut = True
         payload = b""
         try:
@@ -270,6 +289,7 @@ class Channel:
             raise self.explain(error, f"the answer to {command.name}", tensor=tensor) from error.__cause__
         self._pending.popleft()
         self._cut = False
+        self.recorder.command(command, since)
         if then is not None:
             then(payload)
         return payload

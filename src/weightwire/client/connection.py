@@ -16,11 +16,14 @@ from weightwire.client.push import ModelSource, push
 from weightwire.client.registered import RegisteredMemory, register
 from weightwire.client.remote import RemoteBuffer
 from weightwire.client.result import PushResult
+from weightwire.config import profile_wanted
 from weightwire.transport.address import format_sockaddr
 from weightwire.transport.negotiate import open_connection
+from weightwire.transport.profiling import LoadRecorder, print_profile
 
 if TYPE_CHECKING:
     from weightwire.client.remote import Data
+    from weightwire.profile import LoadProfile
     from weightwire.transport.base import ByteStream
     from weightwire.transport.upgrade import Carrier
     from weightwire.wire.dialect import Dialect
@@ -30,7 +33,12 @@ __all__ = ["Connection", "connect"]
 
 
 def connect(
-    endpoint: str, *, timeout: float = 30.0, protocol: str | None = None, transport: str = "auto"
+    endpoint: str,
+    *,
+    timeout: float = 30.0,
+    protocol: str | None = None,
+    transport: str = "auto",
+    profile: bool | None = None,
 ) -> Connection:
     """Connect to a ggml RPC server at ``endpoint`` (``"host:port"``, ``"[::1]:50052"``; port 50052 if none is given).
 
@@ -42,12 +50,17 @@ def connect(
     ``"tcp"``, or ``"rdma"`` (nothing else will do). Where RDMA was agreed on and does not work, which takes 5 seconds
     at most to find out, the connection is made again on TCP.
 
+    `Connection.profile` says what the connection spends its time on. With ``profile`` True that is also printed to
+    stderr when it is closed, if anything was loaded over it; with False nothing is measured. None leaves it to
+    GGML_RPC_LOADPROF (1: as True, 0: as False), and without that measures and prints nothing.
+
     Raises ConfigError for a bad argument, VersionError for a server older than 1.0 or of a major nobody described
     (nothing is sent to it after HELLO), ServerBusy when it took the connection and does not answer, ProtocolError for
     an answer that is none, RdmaUnavailable where RDMA was required, TransferTimeout, PeerClosed and TransportError for
     the rest. Source: docs/protocol.md, sections 6 and 8.
     """
-    return Connection(*open_connection(endpoint, timeout, protocol, transport))
+    wanted = profile_wanted(profile)
+    return Connection(*open_connection(endpoint, timeout, protocol, transport), profile=wanted)
 
 
 class Connection:
@@ -58,8 +71,16 @@ class Connection:
     later calls say so.
     """
 
-    def __init__(self, stream: ByteStream, greeting: Greeting, dialect: Dialect, carrier: Carrier) -> None:
-        self._channel = Channel(stream, dialect)
+    def __init__(
+        self,
+        stream: ByteStream,
+        greeting: Greeting,
+        dialect: Dialect,
+        carrier: Carrier,
+        profile: bool | None = None,
+    ) -> None:
+        self._channel = Channel(stream, dialect, LoadRecorder(on=profile is not False))
+        self._to_print = profile is True
         self._greeting = greeting
         self._stream = stream
         self._transport = MappingProxyType({**carrier.as_dict(), **_addresses(stream)})
@@ -109,6 +130,16 @@ class Connection:
         return self._transport
 
     @property
+    def profile(self) -> LoadProfile:
+        """What the connection has spent its time on so far: all its pushes, without the time between them.
+
+        During a push, up to the last tensor that was reported. Also when the connection is closed.
+        """
+        recorder = self._channel.recorder
+        recorder.sample()
+        return recorder.profile()
+
+    @property
     def closed(self) -> bool:
         """Whether the connection was closed, by `close` or by a failure."""
         return self._channel.closed
@@ -120,6 +151,9 @@ class Connection:
         TransportError.
         """
         self._channel.close()
+        if self._to_print:
+            self._to_print = False
+            print_profile(self.profile)
 
     def device_count(self) -> int:
         """How many devices the server has."""

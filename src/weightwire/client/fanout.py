@@ -16,8 +16,8 @@ from weightwire.client.plan import compile_include, select
 from weightwire.client.push import ModelSource, push_selected
 from weightwire.client.result import PushResult
 from weightwire.client.shared import shared_hashes
+from weightwire.config import profile_wanted
 from weightwire.model import Model, ModelTensor, open_model
-from weightwire.profile import LoadRecorder
 
 __all__ = ["Pushed", "PushedAll", "chosen_for", "push_all"]
 
@@ -101,6 +101,7 @@ def push_all(
     timeout: float = 30.0,
     protocol: str | None = None,
     transport: str = "auto",
+    profile: bool | None = None,
 ) -> PushedAll:
     """Connect to several servers and push a model, or a part of it, to each, all at once.
 
@@ -115,6 +116,7 @@ def push_all(
     interrupts the call (Ctrl-C), after which every connection is closed and nothing reads the model any more.
     """
     aims = as_targets(targets)
+    profile = profile_wanted(profile)
     opened = model if isinstance(model, Model) else open_model(model)
     try:
         chosen = [chosen_for(opened, target) for target in aims]
@@ -143,7 +145,9 @@ def push_all(
 
             def open_target(target: Target) -> Connection:
                 try:
-                    return connect(target.endpoint, timeout=timeout, protocol=protocol, transport=transport)
+                    return connect(
+                        target.endpoint, timeout=timeout, protocol=protocol, transport=transport, profile=profile
+                    )
                 except BaseException:
                     leave(aims.index(target))
                     raise
@@ -163,7 +167,7 @@ def push_all(
                         hashes, feed = shared.take(number)
                     with channel.exclusive("push"):
                         result = push_selected(
-                            channel, LoadRecorder(), opened, chosen[number], mine, hashes, feed, claim=claims[number]
+                            channel, opened, chosen[number], mine, hashes, feed, claim=claims[number]
                         )
                 finally:
                     leave(number)

@@ -81,6 +81,8 @@ class HashPool:
         self._threads: list[threading.Thread] = []
         self._failure: BaseException | None = None
         self._closed = False
+        self.spent_ns = 0
+        """What its threads have spent on hashing so far, summed over them."""
 
     def feed(self, order: Sequence[int], in_flight: int) -> HashFeed:
         """The hashes of the payloads numbered ``order``, one after the other, for one who sends them.
@@ -195,15 +197,18 @@ class HashPool:
 
     def _run(self, hashing: bool, indices: list[int], check: Watch) -> None:
         payloads = [self._payloads[index] for index in indices]
+        started = time.monotonic_ns()
         if not hashing:
             digest = sha256_of(payloads[0], check)
             with self._changed:
+                self.spent_ns += time.monotonic_ns() - started
                 self._digests[indices[0]] = digest
                 self._digesting -= 1
                 self._settle(indices[0])
             return
         hashes = self._hash(indices, check)
         with self._changed:
+            self.spent_ns += time.monotonic_ns() - started
             for index, value in zip(indices, hashes, strict=True):
                 self._hashes[index] = value
                 self._state[index] = _State.DONE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping, Sequence
 from typing import Final
 
@@ -22,7 +23,7 @@ from weightwire.client.sources import Sources
 from weightwire.client.verify import verify_tensors
 from weightwire.errors import IntegrityError, WeightwireError
 from weightwire.model import Model, ModelTensor, open_model
-from weightwire.profile import LoadRecorder, Stage
+from weightwire.profile import Stage
 from weightwire.ranges import FileRange
 
 __all__ = ["ModelSource", "ProgressCallback", "push", "push_selected"]
@@ -34,7 +35,7 @@ ModelSource = str | os.PathLike[str] | Mapping[str, object] | Model
 
 def push(channel: Channel, server_has_cache: bool, source: ModelSource, options: PushOptions) -> PushResult:
     """See `Connection.push`."""
-    recorder = LoadRecorder()
+    started = time.perf_counter()
     pattern, layers = compile_include(options.include), parse_layers(options.layers)
     channel.check_open("push")
     index = options.open_index() if options.uses_cache(server_has_cache) else None
@@ -46,7 +47,7 @@ def push(channel: Channel, server_has_cache: bool, source: ModelSource, options:
         with channel.exclusive("push"), dropping(options.drop_behind) as drop:
             claim = None if drop is None else Claim(drop, [tensor.payload for tensor in tensors])
             if not options.uses_cache(server_has_cache):
-                return push_selected(channel, recorder, model, tensors, options, claim=claim)
+                return push_selected(channel, model, tensors, options, claim=claim, started=started)
             hashes = TensorHashes(
                 tensors,
                 threads=options.load.threads,
@@ -58,7 +59,9 @@ def push(channel: Channel, server_has_cache: bool, source: ModelSource, options:
             feed = hashes.feed(tensors)
             try:
                 hashes.start()
-                return push_selected(channel, recorder, model, tensors, options, hashes, feed, claim=claim, record=True)
+                return push_selected(
+                    channel, model, tensors, options, hashes, feed, claim=claim, record=True, started=started
+                )
             finally:
                 hashes.close()
     finally:
@@ -70,7 +73,6 @@ def push(channel: Channel, server_has_cache: bool, source: ModelSource, options:
 
 def push_selected(
     channel: Channel,
-    recorder: LoadRecorder,
     model: Model,
     tensors: Sequence[ModelTensor],
     options: PushOptions,
@@ -79,17 +81,19 @@ def push_selected(
     *,
     claim: Claim | None = None,
     record: bool = False,
+    started: float | None = None,
 ) -> PushResult:
     """Push ``tensors`` of ``model``, for a caller inside `Channel.exclusive`; buffers are given back if it fails.
 
     The server's cache is asked if there is a ``feed`` of ``hashes`` for these tensors; the caller has started them and
     closes them. ``claim`` hears what this push does not read any more. With ``record`` what they found out goes into
     their index, within the time this push accounts for; without, `TensorHashes.record` is the caller's to call once all
-    his pushes have succeeded.
+    his pushes have succeeded. That time begins at ``started`` (`time.perf_counter`), or now.
     """
     owned: list[RemoteBuffer] = []
+    started = time.perf_counter() if started is None else started
     try:
-        return _push(channel, recorder, model, tensors, options, hashes, feed, claim, owned, record)
+        return _push(channel, model, tensors, options, hashes, feed, claim, owned, record, started)
     except BaseException as error:
         if channel.survives(error):
             release_all(channel, owned)
@@ -97,13 +101,13 @@ def push_selected(
             hashes.recheck()
         raise
     finally:
+        channel.recorder.switch(Stage.GAP)  # wherever it was interrupted
         if claim is not None:
             claim.close()
 
 
 def _push(
     channel: Channel,
-    recorder: LoadRecorder,
     model: Model,
     tensors: Sequence[ModelTensor],
     options: PushOptions,
@@ -112,52 +116,66 @@ def _push(
     claim: Claim | None,
     owned: list[RemoteBuffer],
     record: bool,
+    started: float,
 ) -> PushResult:
-    calls, copies, device = channel.calls, channel.copies, options.device
+    recorder, device = channel.recorder, options.device
+    recorder.sample()
+    before = recorder.profile()
+    hashed_before = 0 if hashes is None else hashes.pool.spent_ns
     recorder.switch(Stage.ALLOC)
     placed = place(channel, tensors, device, owned)
-    recorder.switch(Stage.OTHER)
+    recorder.switch(Stage.GAP)
     payloads = [tensor.payload for tensor in tensors]
     questions: Questions | None = None
     cached: list[int] = []
     if hashes is not None and feed is not None:
         cached = [number for number, tensor in enumerate(tensors) if is_cached(tensor)]
-        questions = Questions(channel, recorder, placed, payloads, cached, feed, options.probes, hashes.doubt)
+        questions = Questions(channel, placed, payloads, cached, feed, options.probes, hashes.doubt)
     # What is to be verified will be read once more.
     sources = Sources(payloads, cached=set(cached), read=options.read, claim=None if options.verify else claim)
-    sender = Sender(channel, recorder, placed, payloads, questions, options.progress, sources)
+    sender = Sender(channel, placed, payloads, questions, options.progress, sources)
+    recorder.begin()
     sender.run()
-    recorder.switch(Stage.WAIT)
-    barrier(channel, device)
-    recorder.switch(Stage.OTHER)
+    _confirm(channel, device)
     model.check_unchanged()
+    verifying = time.perf_counter()
     if options.verify:
         recorder.switch(Stage.VERIFY)
         _verify(channel, model, placed, payloads, sender, questions, options, claim)
-        recorder.switch(Stage.OTHER)
-    if hashes is not None and record:
-        recorder.switch(Stage.HASH)
-        hashes.record(model, lambda: channel.check_peer("finishing the index", tensor=placed[-1].name))
-        recorder.switch(Stage.OTHER)
-    recorder.calls = channel.calls - calls
-    recorder.direct_bytes, recorder.copied_bytes = (
-        max(now - before, 0) for now, before in zip(channel.copies, copies, strict=True)
-    )
-    profile = recorder.finish()
+        recorder.switch(Stage.GAP)
+    verifying = time.perf_counter() - verifying
+    if hashes is not None:
+        if record:
+            recorder.switch(Stage.INDEX)
+            hashes.record(model, lambda: channel.check_peer("finishing the index", tensor=placed[-1].name))
+            recorder.switch(Stage.GAP)
+        recorder.hash_thread_ns += hashes.pool.spent_ns - hashed_before
+    recorder.sample()
+    profile = recorder.profile().since(before)
+    nbytes = sum(tensor.nbytes for tensor in placed)
     summary = PushSummary(
         tensors=len(placed),
-        bytes=recorder.bytes,
-        sent=recorder.bytes - recorder.bytes_saved,
-        hits=recorder.hits,
-        misses=recorder.misses,
-        corrupt_hits=recorder.corrupt_hits,
+        bytes=nbytes,
+        sent=nbytes - profile.bytes_saved,
+        hits=profile.hits,
+        misses=profile.misses,
+        corrupt_hits=profile.corrupt_hits,
         hashes_known=feed.known if feed is not None else 0,
         threads=hashes.pool.threads if hashes is not None else 0,
         verified=options.verify,
-        seconds=profile.span_ns / 1e9,
+        seconds=time.perf_counter() - started,
+        verify_seconds=verifying if options.verify else 0.0,
         profile=profile,
     )
     return PushResult({tensor.name: tensor for tensor in placed}, summary)
+
+
+def _confirm(channel: Channel, device: int) -> None:
+    """The barrier, with which the span of what was sent ends."""
+    previous = channel.recorder.switch(Stage.WAIT)
+    barrier(channel, device)
+    channel.recorder.switch(previous)
+    channel.recorder.mark()
 
 
 def _verify(
@@ -180,7 +198,7 @@ def _verify(
             for number in wrong:
                 questions.reject(number)
             sender.again(wrong)
-            barrier(channel, options.device)
+            _confirm(channel, options.device)
             verify_tensors(
                 channel, [placed[number] for number in wrong], [payloads[number] for number in wrong], hint=_BLAME
             )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from weightwire.client.channel import MAX_OUTSTANDING, Channel
 from weightwire.errors import ConfigError, WeightwireError
+from weightwire.profile import Stage
 from weightwire.wire.commands import Command
 from weightwire.wire.framing import request_header
 from weightwire.wire.tensor import RpcTensor, weight_tensor
@@ -200,16 +201,24 @@ class RemoteTensor:
                 return
             head = channel.dialect.encode_set_tensor(self.wire(), offset, 0)
             header = request_header(Command.SET_TENSOR, len(head) + view.nbytes) + head
+            recorder = channel.recorder
+            recorder.begin()
+            since = recorder.now()
+            recorder.switch(Stage.WIRE)
             try:
-                channel.send(header, view)
-            except WeightwireError as error:
-                done = max(int(getattr(error, "bytes_done", 0)) - len(header), 0)
-                raise channel.explain(
-                    error, "SET_TENSOR", tensor=self.name, position="inside", bytes_done=done, nbytes=view.nbytes
-                ) from error.__cause__
-            if channel.dialect.answered(Command.SET_TENSOR):
-                channel.expect(Command.SET_TENSOR, 0, tensor=self.name)
+                try:
+                    channel.send(header, view)
+                except WeightwireError as error:
+                    done = max(int(getattr(error, "bytes_done", 0)) - len(header), 0)
+                    raise channel.explain(
+                        error, "SET_TENSOR", tensor=self.name, position="inside", bytes_done=done, nbytes=view.nbytes
+                    ) from error.__cause__
+                channel.sent_tensors([self.name], view.nbytes, since)
+                recorder.switch(Stage.WAIT)
                 channel.settle()
+                recorder.mark()
+            finally:
+                recorder.switch(Stage.GAP)
 
     def _check_range(self, offset: int, nbytes: int) -> None:
         if not (0 <= offset <= self.nbytes and 0 <= nbytes <= self.nbytes - offset):

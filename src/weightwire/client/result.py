@@ -17,7 +17,7 @@ class PushSummary:
     ``misses`` count the tensors that the server's cache had and had not, ``corrupt_hits`` those that it filled wrongly
     and that were sent therefore. ``hashes_known`` counts tensors whose hash the index knew, so that they were not read
     to be asked about; ``threads`` hashed the others (0: the one that sends did). ``verified`` says that every byte was
-    read back and compared.
+    read back and compared, which took ``verify_seconds`` of the ``seconds``.
     """
 
     tensors: int
@@ -30,6 +30,7 @@ class PushSummary:
     threads: int
     verified: bool
     seconds: float
+    verify_seconds: float
     profile: LoadProfile
 
 

@@ -12,7 +12,7 @@ from weightwire.client.remote import RemoteTensor
 from weightwire.client.small import SMALL, WINDOW, SmallReader
 from weightwire.client.sources import BLOCK, Sources
 from weightwire.errors import WeightwireError
-from weightwire.profile import LoadRecorder, Stage
+from weightwire.profile import Stage
 from weightwire.ranges import FileRange
 from weightwire.wire.commands import Command
 from weightwire.wire.framing import request_header
@@ -38,7 +38,6 @@ class Sender:
     def __init__(
         self,
         channel: Channel,
-        recorder: LoadRecorder,
         placed: Sequence[RemoteTensor],
         payloads: Sequence[FileRange | memoryview],
         questions: Questions | None,
@@ -47,7 +46,7 @@ class Sender:
     ) -> None:
         self._channel = channel
         self._dialect = channel.dialect
-        self._recorder = recorder
+        self._recorder = channel.recorder
         self._placed = placed
         self._payloads = payloads
         self._questions = questions
@@ -55,7 +54,6 @@ class Sender:
         self._sources = sources or Sources(payloads)
         self._total = sum(tensor.nbytes for tensor in placed)
         self._done = 0
-        recorder.bytes = self._total
         self._answered = self._dialect.answered(Command.SET_TENSOR)
         self._reader = SmallReader(payloads)
         self._batch: list[int] = []
@@ -117,7 +115,9 @@ class Sender:
             if data is None:
                 self._sources.ahead(index)
                 self._flush()  # its parts lie in the window that is filled anew
+                previous = self._recorder.switch(Stage.READ)
                 self._reader.fill(index)
+                self._recorder.switch(previous)
                 data = self._reader.get(payload)
                 assert data is not None
         else:
@@ -137,20 +137,20 @@ class Sender:
         count = len(self._batch_parts) // 2
         if count:
             self._hear_out()
-            previous = self._recorder.switch(Stage.SEND)
+            since = self._recorder.now()
+            previous = self._recorder.switch(Stage.WIRE)
             try:
-                channel.send(*self._batch_parts, messages=count)
+                channel.send(*self._batch_parts)
             except WeightwireError as error:
                 raise self._locate(error) from error.__cause__
             self._recorder.switch(previous)
+            tensors = [tensor for tensor in map(self._placed.__getitem__, self._batch) if tensor.nbytes]
+            channel.sent_tensors([tensor.name for tensor in tensors], sum(tensor.nbytes for tensor in tensors), since)
         batch = self._batch.copy()
         self._batch.clear()
         self._batch_ends.clear()
         self._batch_parts.clear()
         if self._answered:
-            for tensor in map(self._placed.__getitem__, batch):
-                if tensor.nbytes:
-                    channel.expect(Command.SET_TENSOR, 0, tensor=tensor.name)
             self._drain()
         for index in batch:
             self._report(index)
@@ -176,10 +176,12 @@ class Sender:
         step = BLOCK if self._sources.in_blocks(index) else SLICE
         head = self._head(tensor, 1 if self._questions is not None and index in self._questions else 0)
         position = 0
+        since = self._recorder.now()
         while True:
             size = min(step, tensor.nbytes - position)
+            previous = self._recorder.switch(Stage.READ)
             part = self._sources.part(index, position, size)
-            previous = self._recorder.switch(Stage.SEND)
+            self._recorder.switch(Stage.WIRE)
             try:
                 if position:
                     channel.more(part)
@@ -198,8 +200,8 @@ class Sender:
                 break
             self.tell(tensor.name, self._done + position)
         channel.end()
+        channel.sent_tensors([tensor.name], tensor.nbytes, since)
         if self._answered:
-            channel.expect(Command.SET_TENSOR, 0, tensor=tensor.name)
             self._drain()
         self._report(index)
 
@@ -226,6 +228,7 @@ class Sender:
         tensor = self._placed[index]
         self._sources.done(index)
         self._done += tensor.nbytes
+        self._recorder.mark()
         self.tell(tensor.name, self._done)
 
     def tell(self, name: str, done: int) -> None:

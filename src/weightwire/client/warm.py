@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -20,9 +21,10 @@ from weightwire.client.remote import RemoteBuffer, RemoteTensor
 from weightwire.client.sender import Sender
 from weightwire.client.shared import shared_hashes
 from weightwire.client.sources import Sources
+from weightwire.config import profile_wanted
 from weightwire.errors import AllocationError, CacheUnavailable
 from weightwire.model import Model, ModelTensor, open_model
-from weightwire.profile import LoadProfile, LoadRecorder, Stage
+from weightwire.profile import LoadProfile, Stage
 from weightwire.ranges import FileRange
 
 __all__ = ["WarmSummary", "Warmed", "warm"]
@@ -80,6 +82,7 @@ def warm(
     timeout: float = 30.0,
     protocol: str | None = None,
     transport: str = "auto",
+    profile: bool | None = None,
 ) -> list[Warmed]:
     """Fill the tensor caches of servers, stock ones started with ``-c`` included, with a model's tensors over 10 MiB.
 
@@ -96,6 +99,7 @@ def warm(
     Source: docs/protocol.md, section 9.
     """
     aims = as_targets(targets)
+    profile = profile_wanted(profile)
     options = PushOptions(
         cache="always", threads=threads, in_flight=in_flight, index=index, drop_behind=drop_behind, read=read
     )
@@ -110,7 +114,9 @@ def warm(
 
             def open_target(target: Target) -> Connection:
                 try:
-                    return connect(target.endpoint, timeout=timeout, protocol=protocol, transport=transport)
+                    return connect(
+                        target.endpoint, timeout=timeout, protocol=protocol, transport=transport, profile=profile
+                    )
                 except BaseException:
                     leave(aims.index(target))
                     raise
@@ -165,7 +171,10 @@ def _warm(
     read: str,
     progress: ProgressCallback | None,
 ) -> WarmSummary:
-    recorder, calls = LoadRecorder(), channel.calls
+    started = time.perf_counter()
+    recorder = channel.recorder
+    recorder.sample()
+    before, hashed_before = recorder.profile(), hashes.pool.spent_ns
     recorder.switch(Stage.ALLOC)
     devices.check_device(channel, device, devices.device_count(channel))
     limit = min(devices.max_size(channel, device), devices.MAX_BUFFER)
@@ -181,35 +190,37 @@ def _warm(
     feed.leave_out(too_large)
     if fits:
         scratch = devices.allocate(channel, max(tensor.nbytes for tensor in fits), device)
-        recorder.switch(Stage.OTHER)
+        recorder.switch(Stage.GAP)
+        recorder.begin()
         if claim is not None:
             claim.keep([number for number, tensor in enumerate(tensors) if tensor.nbytes <= limit])
         sources = Sources([tensor.payload for tensor in fits], cached=range(len(fits)), read=read, claim=claim)
-        _fill(channel, recorder, fits, scratch, hashes, feed, sources, progress)
+        _fill(channel, fits, scratch, hashes, feed, sources, progress)
         recorder.switch(Stage.WAIT)
         devices.barrier(channel, device)
-    recorder.switch(Stage.OTHER)
+        recorder.mark()
+    recorder.switch(Stage.GAP)
     model.check_unchanged()
-    recorder.calls = channel.calls - calls
-    profile = recorder.finish()
+    recorder.hash_thread_ns += hashes.pool.spent_ns - hashed_before
+    recorder.sample()
+    profile = recorder.profile().since(before)
     return WarmSummary(
         tensors=len(tensors),
         bytes=sum(tensor.nbytes for tensor in tensors),
-        sent=recorder.bytes - recorder.bytes_saved,
-        hits=recorder.hits,
-        misses=recorder.misses,
-        corrupt_hits=recorder.corrupt_hits,
+        sent=sum(tensor.nbytes for tensor in fits) - profile.bytes_saved,
+        hits=profile.hits,
+        misses=profile.misses,
+        corrupt_hits=profile.corrupt_hits,
         too_large=tuple(tensors[number].name for number in too_large),
         hashes_known=feed.known,
         threads=hashes.pool.threads,
-        seconds=profile.span_ns / 1e9,
+        seconds=time.perf_counter() - started,
         profile=profile,
     )
 
 
 def _fill(
     channel: Channel,
-    recorder: LoadRecorder,
     tensors: Sequence[ModelTensor],
     scratch: RemoteBuffer,
     hashes: TensorHashes,
@@ -221,8 +232,8 @@ def _fill(
     # has to be padded or announced (docs/protocol.md, sections 9 and 11).
     placed = [RemoteTensor(tensor.name, None, (tensor.nbytes,), tensor.nbytes, scratch, 0) for tensor in tensors]
     payloads = [tensor.payload for tensor in tensors]
-    questions = Questions(channel, recorder, placed, payloads, range(len(tensors)), feed, True, hashes.doubt)
-    _Warmer(channel, recorder, placed, payloads, questions, progress, sources).run()
+    questions = Questions(channel, placed, payloads, range(len(tensors)), feed, True, hashes.doubt)
+    _Warmer(channel, placed, payloads, questions, progress, sources).run()
 
 
 class _Warmer(Sender):
@@ -231,14 +242,13 @@ class _Warmer(Sender):
     def __init__(
         self,
         channel: Channel,
-        recorder: LoadRecorder,
         placed: Sequence[RemoteTensor],
         payloads: Sequence[FileRange | memoryview],
         questions: Questions,
         progress: ProgressCallback | None,
         sources: Sources,
     ) -> None:
-        super().__init__(channel, recorder, placed, payloads, questions, progress, sources)
+        super().__init__(channel, placed, payloads, questions, progress, sources)
         self._asked = questions
         self._sent: list[int] = []
 

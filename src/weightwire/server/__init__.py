@@ -5,5 +5,6 @@ from __future__ import annotations
 from weightwire.server.destinations import Destination, HostMemory
 from weightwire.server.listener import Server
 from weightwire.server.served import ServedTensor
+from weightwire.server.stats import ServerStats, TransportStats
 
-__all__ = ["Destination", "HostMemory", "ServedTensor", "Server"]
+__all__ = ["Destination", "HostMemory", "ServedTensor", "Server", "ServerStats", "TransportStats"]

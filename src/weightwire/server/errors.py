@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import logging
 
-__all__ = ["BadRequest", "log_failure"]
+__all__ = ["BadMessage", "BadRequest", "log_failure"]
 
 
 class BadRequest(Exception):
     """A request that breaks the protocol or its bounds; the text says how. It ends the client that sent it, and only
     that.
     """
+
+
+class BadMessage(BadRequest):
+    """One that breaks the protocol's form, whatever it asks for: in its order, its command or its length."""
 
 
 def log_failure(logger: logging.Logger, error: BaseException, message: str, *arguments: object) -> None:

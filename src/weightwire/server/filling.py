@@ -12,10 +12,12 @@ from weightwire.cache.saving import Saver
 from weightwire.cache.store import NOT_ITS_NAME, TensorCache
 from weightwire.cache.workers import Workers
 from weightwire.hashing import FNV_OFFSET, fnv1a64
+from weightwire.profile import Stage
 from weightwire.server.buffers import BufferTable, Located, Placed
 from weightwire.server.destinations import Destination
 from weightwire.server.errors import BadRequest
 from weightwire.server.staging import STAGING_BYTES, Staging
+from weightwire.transport.profiling import LoadRecorder
 from weightwire.wire import Dialect
 from weightwire.wire.messages import SetTensorHash
 
@@ -48,8 +50,9 @@ class Filler:
     """Answers the questions of one client in order, up to `MAX_QUESTIONS` at a time.
 
     Whatever it starts early is what the client would see anyway: a question is only taken in behind others if it is in
-    order and touches no tensor that they touch. ``tensor`` is the name of the one at hand, for messages. `stop` may be
-    called from any thread.
+    order and touches no tensor that they touch. ``tensor`` is the name of the one at hand, for messages; ``hits`` and
+    ``misses`` count the answers, ``filled_bytes`` what the hits filled; ``recorder`` stands in ASK outside of what is
+    told to it here. `stop` may be called from any thread.
     """
 
     def __init__(
@@ -60,14 +63,19 @@ class Filler:
         cache: TensorCache | None,
         workers: Workers,
         saver: Saver | None,
+        recorder: LoadRecorder,
     ) -> None:
         self.tensor: str | None = None
+        self.hits = 0
+        self.misses = 0
+        self.filled_bytes = 0
         self._dialect = dialect
         self._buffers = buffers
         self._staging = staging
         self._cache = cache
         self._saver = saver
-        self._reader = Reader(workers)
+        self._recorder = recorder
+        self._reader = Reader(workers, recorder.switch)
         self._questions: deque[_Question] = deque()
 
     def __bool__(self) -> bool:
@@ -106,7 +114,16 @@ class Filler:
         self.tensor = question.located.tensor.label
         filled = self._cache is not None and question.nbytes > 0 and self._settle(question, self._cache)
         if filled:
+            self._recorder.hits += 1
+            self._recorder.bytes_saved += question.nbytes
+            previous = self._recorder.switch(Stage.STAGING)
             question.located.buffer.wrote(question.placed, question.located, question.offset, question.nbytes)
+            self._recorder.switch(previous)
+            self.hits += 1
+            self.filled_bytes += question.nbytes
+        else:
+            self._recorder.misses += 1
+            self.misses += 1
         self._questions.popleft()
         return filled
 
@@ -183,6 +200,7 @@ class Filler:
             if filled:
                 cache.used(fill.fd)
             else:
+                self._recorder.corrupt_hits += 1
                 cache.quarantine(question.content_hash, NOT_ITS_NAME, fill.fd)
         except OSError as error:
             cache.failed(question.content_hash, fill.fd, error)
@@ -197,8 +215,13 @@ class Filler:
         """Hand the entry to a destination's hook, which must not be shown anything that has not been proved."""
         fd, located = question.fd, question.located
         hashed = cache.verify == "content"
-        if hashed and not cache.proved(question.content_hash, fd, question.nbytes):
-            return False
+        if hashed:
+            previous = self._recorder.switch(Stage.HASH)
+            proved = cache.proved(question.content_hash, fd, question.nbytes)
+            self._recorder.switch(previous)
+            if not proved:
+                self._recorder.corrupt_hits += 1
+                return False
         question.placed = located.buffer.begin(located)
         filled = False
         try:
@@ -207,6 +230,7 @@ class Filler:
             if filled:
                 cache.used(fd)
             else:
+                self._recorder.corrupt_hits += 1
                 cache.quarantine(question.content_hash, NOT_ITS_NAME, fd)
         except EntryUnreadable as error:
             cache.failed(question.content_hash, fd, error.cause)
@@ -219,12 +243,20 @@ class Filler:
         digest = FNV_OFFSET
         for done in range(0, nbytes, STAGING_BYTES):
             piece = self._staging.take(min(nbytes - done, STAGING_BYTES))
+            previous = self._recorder.switch(Stage.READ)
             try:
                 read_exactly(fd, piece, done)
             except OSError as error:
                 raise EntryUnreadable(error) from error
+            finally:
+                self._recorder.switch(previous)
+            self._recorder.copies += 1
+            self._recorder.copied_bytes += piece.nbytes
+            self._recorder.switch(Stage.HASH)
             digest = fnv1a64(piece, digest)
+            self._recorder.switch(Stage.STAGING)
             destination.write(start + done, piece.toreadonly())
+            self._recorder.switch(previous)
         return digest
 
 

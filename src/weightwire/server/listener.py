@@ -16,14 +16,16 @@ from typing import Final, Self
 from weightwire.cache.saving import Saver
 from weightwire.cache.store import TensorCache
 from weightwire.cache.workers import Workers
-from weightwire.config import RETAIN_MODES, checked_seconds
+from weightwire.config import RETAIN_MODES, checked_seconds, profile_wanted
 from weightwire.errors import ConfigError, RdmaUnavailable, TransportError
+from weightwire.profile import LoadProfile
 from weightwire.server import arguments
 from weightwire.server.capacity import Capacity
 from weightwire.server.destinations import Destination, HostMemory
 from weightwire.server.populate import Populator
 from weightwire.server.served import Registry, ServedTensor
 from weightwire.server.session import Services, Session
+from weightwire.server.stats import Ledger, ServerStats
 from weightwire.server.waiting import WaitingRoom
 from weightwire.transport.address import format_sockaddr
 from weightwire.transport.devices import list_devices
@@ -58,7 +60,10 @@ class Server:
     may not pause longer than ``stall_timeout`` seconds within a request. Clients beyond ``max_clients`` wait
     unanswered for a place, 64 of them and each for ``hello_timeout`` seconds, and are turned away after that.
     ``transport`` is ``"auto"`` (RDMA with clients that offer it, where this machine can; TCP otherwise), ``"tcp"``,
-    or ``"rdma"``: clients that do not come over RDMA are turned away.
+    or ``"rdma"``: clients that do not come over RDMA are turned away. ``on_profile`` is called once for each
+    connection, when it has ended, with a `LoadProfile` of what its time went on, from the thread that served it; what
+    it raises is logged. With ``profile`` True (None: with GGML_RPC_LOADPROF=1) that is also printed to stderr, if
+    anything was loaded. Without both nothing is measured.
 
     Nothing happens before `start`. Raises ConfigError for arguments that cannot be used.
     """
@@ -79,6 +84,8 @@ class Server:
         hello_timeout: float = 10.0,
         stall_timeout: float = 60.0,
         transport: str = "auto",
+        profile: bool | None = None,
+        on_profile: Callable[[LoadProfile], object] | None = None,
     ) -> None:
         self._host = arguments.host_name(host)
         self._port = arguments.whole_number("port", port, 0, 65535)
@@ -86,7 +93,7 @@ class Server:
             raise ConfigError(f"retain={retain!r}", hint=f"one of {', '.join(RETAIN_MODES)}")
         if memory is not None:
             memory = arguments.whole_number("memory", memory, 0, _MAX_BYTES, hint="it is in bytes: 1 << 30, not '1GiB'")
-        for name, hook in (("on_tensor", on_tensor), ("destination", destination)):
+        for name, hook in (("on_tensor", on_tensor), ("destination", destination), ("on_profile", on_profile)):
             if hook is not None and not callable(hook):
                 raise ConfigError(f"{name}={hook!r} cannot be called")
         self._dialect, patch = described_version(protocol)
@@ -100,6 +107,8 @@ class Server:
         self._hello_timeout = checked_seconds("hello_timeout", hello_timeout)
         self._stall_timeout = checked_seconds("stall_timeout", stall_timeout)
         self._transport = check_transport(transport)
+        self._on_profile = on_profile
+        self._print_profile = profile_wanted(profile) is True
         if transport == "rdma" and not self._dialect.rdma:
             raise ConfigError(
                 f"transport='rdma', and protocol {self._dialect.text} has no RDMA", hint="4.0 and newer have it"
@@ -123,6 +132,7 @@ class Server:
         self._sessions: dict[Session, threading.Thread] = {}
         self._waiting = WaitingRoom(self._hello_timeout)
         self._services: Services | None = None
+        self._ledger = Ledger()
 
     def start(self) -> Self:
         """Listen, and accept clients on a thread of the server's own. Returns the server.
@@ -161,8 +171,11 @@ class Server:
                 hello_timeout=self._hello_timeout,
                 stall_timeout=self._stall_timeout,
                 transport=self._transport,
+                on_profile=self._on_profile,
+                print_profile=self._print_profile,
             )
             self._listen()
+            self._ledger.begin(cache)
             self._started = True
             self._process = os.getpid()
         logger.info("serving protocol %s on %s", self._greeting.text, ", ".join(self._endpoints))
@@ -215,6 +228,8 @@ class Server:
             try:
                 self._end(sessions, waiting, time.monotonic() + _JOIN_SECONDS)
             finally:
+                with self._lock:
+                    self._ledger.end()
                 self._closed.set()
         # Called back by the server, the closing thread may be waiting for this very one.
         elif caller not in (self._closer, self._acceptor, *sessions.values()):
@@ -311,6 +326,25 @@ class Server:
         with self._lock:
             return len(self._sessions)
 
+    def stats(self) -> ServerStats:
+        """What the server has done and holds at this moment, from any thread, before `start` and after `close` too.
+
+        Sessions that are still there are counted in, a tensor under way up to the last piece of it that has come.
+        ConfigError in a fork of the process that started the server.
+        """
+        if self._elsewhere():
+            raise ConfigError("this server runs in the process that started it", hint="ask it there")
+        with self._lock:
+            services = self._services
+            return self._ledger.snapshot(
+                live=[session.counts() for session in self._sessions],
+                waiting=len(self._waiting),
+                registry=self._registry,
+                capacity=services.capacity if services is not None else None,
+                cache=services.cache if services is not None else None,
+                saver=self._saver,
+            )
+
     def forget(self, name: str) -> bool:
         """Take the tensors called ``name`` out of `tensors`, and free their memory if nothing else needs it.
 
@@ -354,6 +388,7 @@ class Server:
         """End the wait of whoever has waited long enough."""
         with self._lock:
             late = self._waiting.expired()
+            self._ledger.refused += len(late)
         for stream in late:
             logger.warning("%s: turned away, no place became free in %g s", stream.endpoint, self._waiting.seconds)
             stream.close()
@@ -377,6 +412,8 @@ class Server:
         except Exception as error:
             # One client that cannot be served must not keep the others out.
             stream.close()
+            with self._lock:
+                self._ledger.failed += 1
             return str(error)
 
     def _admit(self, stream: TcpStream) -> str | None:
@@ -387,6 +424,7 @@ class Server:
             if len(self._sessions) < self._max_clients:
                 return self._begin(stream)
             waits = self._waiting.add(stream)
+            self._ledger.refused += not waits
         if waits:
             logger.warning("%s: waiting, %d clients are connected already", stream.endpoint, self._max_clients)
         else:
@@ -405,7 +443,9 @@ class Server:
             thread.start()
         except RuntimeError as error:
             stream.close()
+            self._ledger.failed += 1
             return str(error)
+        self._ledger.accepted += 1
         self._sessions[session] = thread
         return None
 
@@ -414,7 +454,8 @@ class Server:
             session.run()
         finally:
             with self._lock:
-                self._sessions.pop(session, None)
+                if self._sessions.pop(session, None) is not None:
+                    self._ledger.close(session.counts())
                 waiting = None if self._closing else self._waiting.next()
                 trouble = self._begin(waiting) if waiting is not None else None
             if trouble is not None:

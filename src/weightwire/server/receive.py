@@ -10,11 +10,13 @@ from typing import Final
 from weightwire.cache.saving import Save, Saver
 from weightwire.cache.store import CacheWriter, TensorCache
 from weightwire.hashing import FNV_OFFSET, fnv1a64
+from weightwire.profile import Stage
 from weightwire.server.buffers import Block, BufferTable, Located
 from weightwire.server.destinations import Destination
-from weightwire.server.errors import BadRequest
+from weightwire.server.errors import BadMessage, BadRequest
 from weightwire.server.staging import STAGING_BYTES, Staging, rows_of
 from weightwire.transport.base import ByteStream
+from weightwire.transport.profiling import LoadRecorder
 from weightwire.wire import Command, Dialect
 from weightwire.wire.messages import Tensor2D
 from weightwire.wire.tensor import RpcTensor
@@ -30,7 +32,8 @@ DIRECT_ROW: Final = 32 << 10
 
 class Receiver:
     """Takes in the payloads of one client. ``tensor`` is the name of the one at hand, for messages; ``stream``
-    may be exchanged between requests."""
+    may be exchanged between requests. ``recorder`` stands in STAGING outside of what is told to it here.
+    """
 
     def __init__(
         self,
@@ -40,6 +43,7 @@ class Receiver:
         staging: Staging,
         cache: TensorCache | None,
         saver: Saver | None,
+        recorder: LoadRecorder,
     ) -> None:
         self.tensor: str | None = None
         self.stream = stream
@@ -48,16 +52,18 @@ class Receiver:
         self._staging = staging
         self._cache = cache
         self._saver = saver
+        self._recorder = recorder
         self._head_bytes = dialect.set_tensor_header_bytes
 
     def set_tensor(self, size: int) -> None:
         """SET_TENSOR of a declared ``size`` bytes: read the header, check it, then take the data in."""
         nbytes = size - self._head_bytes
         if nbytes < 0:
-            raise BadRequest(f"{size} bytes declared, and its header alone has {self._head_bytes}")
+            raise BadMessage(f"{size} bytes declared, and its header alone has {self._head_bytes}")
         request = self._dialect.decode_set_tensor(self.stream.recv(self._head_bytes))
         located = self._locate(request.tensor)
         start = located.range(request.offset, nbytes)
+        self._recorder.set_tensor_bytes += nbytes
         buffer = located.buffer
         placed = buffer.begin(located)
         if not nbytes:
@@ -90,13 +96,14 @@ class Receiver:
         """SET_TENSOR_2D of a declared ``size`` bytes: packed rows that go a stride apart."""
         head_bytes = self._dialect.min_request_bytes(Command.SET_TENSOR_2D)
         if size < head_bytes:
-            raise BadRequest(f"{size} bytes declared, and its header alone has {head_bytes}")
+            raise BadMessage(f"{size} bytes declared, and its header alone has {head_bytes}")
         request = self._dialect.decode_set_tensor_2d(self.stream.recv(head_bytes))
         located = self._locate(request.tensor)
         row, rows, stride = request.nbytes, request.n_copies, request.stride
         start = check_rows(located, request)
         if size - head_bytes != row * rows:
-            raise BadRequest(f"{size - head_bytes} bytes of data for {rows} rows of {row} bytes")
+            raise BadMessage(f"{size - head_bytes} bytes of data for {rows} rows of {row} bytes")
+        self._recorder.set_tensor_bytes += row * rows
         buffer = located.buffer
         if row and rows:
             buffer.memory.about_to_write(start, (rows - 1) * stride + row)
@@ -115,6 +122,16 @@ class Receiver:
                 buffer.spoil(placed)
                 raise
         buffer.wrote_rows(placed, located, request.offset, row, rows, stride)
+
+    def _recv_into(self, piece: memoryview) -> None:
+        previous = self._recorder.switch(Stage.WIRE)
+        self.stream.recv_into(piece)
+        self._recorder.switch(previous)
+
+    def _copied(self, piece: memoryview) -> None:
+        """``piece`` is on its way through the staging buffer."""
+        self._recorder.copies += 1
+        self._recorder.copied_bytes += piece.nbytes
 
     def _locate(self, tensor: RpcTensor) -> Located:
         self.tensor = tensor.label
@@ -138,7 +155,7 @@ class Receiver:
             for low, _, other in needed:
                 other.settle(start + done + piece.nbytes - low)
             block.reached(start + done + piece.nbytes)
-            self.stream.recv_into(piece)
+            self._recv_into(piece)
             if save is not None:
                 save.landed(done + piece.nbytes)
 
@@ -158,9 +175,12 @@ class Receiver:
         digest = FNV_OFFSET
         for done in range(0, nbytes, STAGING_BYTES):
             piece = self._staging.take(min(nbytes - done, STAGING_BYTES))
-            self.stream.recv_into(piece)
+            self._recv_into(piece)
+            self._copied(piece)
             if writer is not None:
+                previous = self._recorder.switch(Stage.HASH)
                 digest = fnv1a64(piece, digest)
+                self._recorder.switch(previous)
                 writer.write(piece)
             destination.write(start + done, piece.toreadonly())
         return digest
@@ -170,7 +190,8 @@ class Receiver:
         for first in range(0, rows, batch):
             count = min(batch, rows - first)
             packed = self._staging.take(count * row)
-            self.stream.recv_into(packed)
+            self._recv_into(packed)
+            self._copied(packed)
             at = start + first * stride
             if block.direct is not None:
                 extent = (count - 1) * stride + row

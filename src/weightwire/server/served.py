@@ -230,6 +230,11 @@ class Registry:
             same = self._by_name.get(self._key(name))
             return next(reversed(same)) if same else None
 
+    @property
+    def count(self) -> int:
+        """How many tensors are listed, each of several with one name."""
+        return self._count
+
     def names(self) -> list[str]:
         """The names at this moment, oldest first."""
         with self._lock:

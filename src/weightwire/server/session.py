@@ -5,24 +5,28 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Final
 
 from weightwire.cache.saving import Saver
 from weightwire.cache.store import TensorCache
 from weightwire.cache.workers import Workers
 from weightwire.errors import PeerClosed, ProtocolError, RdmaUnavailable, TransferTimeout, TransportError
+from weightwire.profile import LoadProfile, Stage
 from weightwire.server.buffers import BufferTable
 from weightwire.server.capacity import Capacity
 from weightwire.server.commands import Commands
 from weightwire.server.destinations import Destination
-from weightwire.server.errors import BadRequest, log_failure
+from weightwire.server.errors import BadMessage, BadRequest, log_failure
 from weightwire.server.filling import Filler
 from weightwire.server.populate import Populator
 from weightwire.server.receive import Receiver
 from weightwire.server.served import Registry
 from weightwire.server.staging import Staging
+from weightwire.server.stats import Counts
 from weightwire.transport.base import ByteStream
+from weightwire.transport.profiling import LoadRecorder, print_profile
 from weightwire.transport.rdma import RdmaStream
 from weightwire.transport.tcp import TcpStream
 from weightwire.transport.upgrade import ASKED_FOR_TCP, Carrier, accept, on_tcp, refused
@@ -33,12 +37,24 @@ from weightwire.wire.hello import NO_CAPS
 
 __all__ = ["Services", "Session"]
 
+_STAGES: Final[Mapping[int, Stage]] = {
+    Command.SET_TENSOR: Stage.STAGING,
+    Command.SET_TENSOR_2D: Stage.STAGING,
+    Command.SET_TENSOR_HASH: Stage.ASK,
+    Command.GET_TENSOR: Stage.VERIFY,
+    Command.GET_TENSOR_2D: Stage.VERIFY,
+}
+"""What serving a request is, beside receiving; all others are laying out."""
+
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """What all sessions of a server share. Times in seconds. ``saver`` is there where there is a ``cache``."""
+    """What all sessions of a server share. Times in seconds. ``saver`` is there where there is a ``cache``.
+
+    ``on_profile`` is given what a connection spent its time on when it has ended, ``print_profile`` has it printed.
+    """
 
     dialect: Dialect
     greeting: Greeting
@@ -52,6 +68,8 @@ class Services:
     hello_timeout: float
     stall_timeout: float
     transport: str
+    on_profile: Callable[[LoadProfile], object] | None = None
+    print_profile: bool = False
 
 
 class Session:
@@ -69,6 +87,10 @@ class Session:
         self._untried = False
         """Whether the client has been offered RDMA and not been heard there yet."""
         self._connected_at: float | None = None
+        self._rdma: RdmaStream | None = None
+        self._carrier: str | None = None
+        """What carries the connection, once the client has been heard there."""
+        self._failed = self._bad_requests = self._protocol_errors = 0
         self._set_answered = services.dialect.answered(Command.SET_TENSOR)
         self._buffers = BufferTable(
             capacity=services.capacity,
@@ -78,9 +100,19 @@ class Session:
             saver=services.saver,
         )
         self._staging = Staging()
-        self._receiver = Receiver(stream, self._dialect, self._buffers, self._staging, services.cache, services.saver)
+        self._recorder = LoadRecorder("server", on=services.on_profile is not None or services.print_profile)
+        self._recorder.watch(stream)
+        self._receiver = Receiver(
+            stream, self._dialect, self._buffers, self._staging, services.cache, services.saver, self._recorder
+        )
         self._filler = Filler(
-            self._dialect, self._buffers, self._staging, services.cache, services.workers, services.saver
+            self._dialect,
+            self._buffers,
+            self._staging,
+            services.cache,
+            services.workers,
+            services.saver,
+            self._recorder,
         )
         self._commands = Commands(stream, self._dialect, self._buffers, self._staging, services.capacity)
 
@@ -94,15 +126,39 @@ class Session:
         """The descriptor of the connection, for a process that was forked meanwhile; -1 if it is closed."""
         return self._stream.fileno()
 
+    def counts(self) -> Counts:
+        """What it has done up to now. From any thread."""
+        rdma, filler = self._rdma, self._filler
+        return Counts(
+            tcp=int(self._carrier == "tcp"),
+            rdma=int(self._carrier == "rdma"),
+            tcp_received=self._tcp.bytes_received,
+            tcp_sent=self._tcp.bytes_sent,
+            rdma_received=rdma.bytes_received if rdma is not None else 0,
+            rdma_sent=rdma.bytes_sent if rdma is not None else 0,
+            failed=self._failed,
+            bad_requests=self._bad_requests,
+            protocol_errors=self._protocol_errors,
+            completed=self._buffers.completed,
+            hits=filler.hits,
+            misses=filler.misses,
+            filled=filler.filled_bytes,
+            pinned=rdma.ring_bytes if rdma is not None and not rdma.closed else 0,
+        )
+
     def run(self) -> None:
         """Serve until the client leaves, breaks a rule or is stopped. Never raises: it has its thread to itself."""
         try:
             if self._hello():
                 self._connected_at = time.monotonic()
+                self._carrier = None if self._untried else "tcp"
                 logger.info("%s: connected", self.client)
                 while self._first() if self._untried else self._request():
                     pass
         except (BadRequest, ProtocolError) as error:
+            if not self._stopping.is_set():
+                self._protocol_errors = int(isinstance(error, (BadMessage, ProtocolError)))
+                self._bad_requests = 1 - self._protocol_errors
             self._complain(str(error))
         except TransferTimeout as error:
             self._complain(f"nothing came for {error.elapsed:.1f} s" if error.phase == "receive" else str(error))
@@ -113,6 +169,7 @@ class Session:
         except BaseException as error:
             # A hook of the embedder's may raise anything, SystemExit too.
             if not self._stopping.is_set():
+                self._failed = 1
                 log_failure(logger, error, "%s: connection closed: %s failed", self.client, self._what())
         finally:
             self._end()
@@ -130,9 +187,20 @@ class Session:
             self.client, time.monotonic() - self._connected_at, self._buffers.completed,
             self._stream.bytes_received, self._stream.bytes_sent,
         )  # fmt: skip
+        self._hand_over(self._recorder.profile())
+
+    def _hand_over(self, profile: LoadProfile) -> None:
+        if self._services.print_profile:
+            print_profile(profile)
+        if self._services.on_profile is not None:
+            try:
+                self._services.on_profile(profile)
+            except BaseException as error:
+                log_failure(logger, error, "%s: on_profile failed", self.client)
 
     def _complain(self, text: str) -> None:
         if not self._stopping.is_set():
+            self._failed = 1
             logger.warning("%s: %s: %s; connection closed", self.client, self._what(), text)
 
     def _gone(self, text: str) -> None:
@@ -161,14 +229,14 @@ class Session:
             self._inside = True
             if first[0] != Command.HELLO:
                 self._doing = first[0]
-                raise BadRequest("the first request must be HELLO")
+                raise BadMessage("the first request must be HELLO")
             size = parse_u64(self._trickle(8, deadline))
             expected = self._dialect.hello_request_bytes
             if size != expected:
-                raise BadRequest(f"{size} bytes declared, and protocol {self._dialect.text} has {expected}")
+                raise BadMessage(f"{size} bytes declared, and protocol {self._dialect.text} has {expected}")
             caps = self._trickle(expected, deadline)
         except TransferTimeout:
-            raise BadRequest(f"it did not come within {self._services.hello_timeout:g} s") from None
+            raise BadMessage(f"it did not come within {self._services.hello_timeout:g} s") from None
         self._tcp.timeout = self._services.stall_timeout
         greeting = self._services.greeting
         if expected:
@@ -188,6 +256,7 @@ class Session:
             self._stay(accepted)
             return NO_CAPS
         stream, ours = accepted
+        self._rdma = stream
         self._use(stream)
         self._untried = True
         return ours
@@ -200,6 +269,7 @@ class Session:
 
     def _use(self, stream: ByteStream) -> None:
         self._stream = self._receiver.stream = self._commands.stream = stream
+        self._recorder.watch(stream)
         if self._stopping.is_set():
             # `stop` may have met the one before.
             stream.shutdown()
@@ -213,12 +283,15 @@ class Session:
         assert isinstance(stream, RdmaStream)
         self._untried = False
         try:
-            return self._request(self._services.stall_timeout)
+            served = self._request(self._services.stall_timeout)
+            self._carrier = "rdma"
+            return served
         except RdmaUnavailable as error:
             if self._inside:
                 raise  # an embedder's, about something else
             self._use(stream.detach())
             self._stay(replace(refused(error), serious=True))
+            self._carrier = "tcp"
             return True
         except TransferTimeout as error:
             if self._inside:
@@ -245,47 +318,68 @@ class Session:
             return False
         number = self._doing = first[0]
         self._inside = True
+        recorder = self._recorder
+        since = recorder.now()
         size = parse_u64(stream.recv(8))
+        stage = _STAGES.get(number, Stage.ALLOC)
+        if stage < Stage.ALLOC:
+            recorder.begin_once()
+        recorder.switch(stage)
         if number == Command.SET_TENSOR:
             self._receiver.set_tensor(size)
             if self._set_answered:
                 stream.send(EMPTY_RESPONSE)
+        elif number == Command.SET_TENSOR_HASH:
+            self._fill(size, since)
+            since = 0
         else:
             self._other(number, size)
+        recorder.switch(Stage.GAP)
+        if stage < Stage.ALLOC:
+            recorder.mark()
+        if since:
+            recorder.command(number, since)
         self._inside = False
         return True
 
     def _other(self, number: int, size: int) -> None:
         stream, dialect = self._stream, self._dialect
         if number not in dialect.commands:
-            raise BadRequest(f"protocol {dialect.text} has no such command")
+            raise BadMessage(f"protocol {dialect.text} has no such command")
         if number in COMPUTE_COMMANDS:
             raise BadRequest("this server stores weights and does not compute")
         if number == Command.HELLO:
-            raise BadRequest("it has been said already")
+            raise BadMessage("it has been said already")
         if number == Command.SET_TENSOR_2D:
             self._receiver.set_tensor_2d(size)
             answer: bytes | None = b""
         else:
-            expected = dialect.request_bytes(number)
-            if size != expected:
-                raise BadRequest(f"{size} bytes declared, and protocol {dialect.text} has {expected}")
-            body = stream.recv(size) if size else b""
-            if number == Command.SET_TENSOR_HASH:
-                self._fill(body)
-                return
-            answer = self._commands.handlers[Command(number)](body)
+            answer = self._commands.handlers[Command(number)](self._body(number, size))
         if answer is not None and dialect.answered(number):
             stream.send(response_header(len(answer)), answer)
 
-    def _fill(self, body: bytes) -> None:
-        """Answer a question to the cache, and the further ones that are seen to have come behind it."""
+    def _body(self, number: int, size: int) -> bytes:
+        """The payload of a request that always has the same size."""
+        expected = self._dialect.request_bytes(number)
+        if size != expected:
+            raise BadMessage(f"{size} bytes declared, and protocol {self._dialect.text} has {expected}")
+        return self._stream.recv(size) if size else b""
+
+    def _fill(self, size: int, since: int) -> None:
+        """Answer a question to the cache that came at ``since``, and the further ones that are seen to have come behind
+        it.
+        """
+        if Command.SET_TENSOR_HASH not in self._dialect.commands:
+            raise BadMessage(f"protocol {self._dialect.text} has no such command")
+        body = self._body(Command.SET_TENSOR_HASH, size)
         filler = self._filler
         filler.ask(body)
         while filler:
             self._look_ahead(len(body))
             answer = encode_u8_answer(filler.answer())
             self._stream.send(response_header(len(answer)), answer)
+            self._recorder.command(Command.SET_TENSOR_HASH, since)
+            since = self._recorder.now()
 
     def _look_ahead(self, nbytes: int) -> None:
         """Take questions out of the stream that are there, whole, and can be worked on beside those taken before.

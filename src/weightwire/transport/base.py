@@ -10,6 +10,7 @@ from weightwire._native._sentinel import UNSET, Unset
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
+    from weightwire._native._profile import Profile
     from weightwire.ranges import FileRange
 
 __all__ = ["UNSET", "ByteStream", "Unset"]
@@ -49,6 +50,19 @@ class ByteStream(Protocol):
     @property
     def bytes_received(self) -> int:
         """Bytes that have arrived so far."""
+
+    @property
+    def profile(self) -> Profile | None:
+        """What is told when the stream waits for the peer; assigned once (``ValueError`` after that)."""
+
+    @profile.setter
+    def profile(self, value: Profile) -> None: ...
+
+    def send_limits(self) -> tuple[int, int, int] | None:
+        """Nanoseconds so far with data to send; of those, with the peer's window closed; with the send buffer full.
+
+        None where the transport cannot tell. Never raises.
+        """
 
     def send(self, *parts: Buffer) -> None:
         """Sends the bytes of all parts in order, without copying them together."""

@@ -52,6 +52,9 @@ class RdmaStream(_link.Link):
 
     domain: _verbs.ProtectionDomain
 
+    ring_bytes: int
+    """What is pinned for both rings, while the stream is open."""
+
     def register(self, buffer: Buffer, *, writable: bool = False) -> _verbs.MemoryRegion:
         """Pins a caller's memory, so that what is sent out of it is not copied; ``close`` the result to let go of it.
 
@@ -175,6 +178,7 @@ def _build(endpoint: str, choice: Choice, made: list[Any]) -> RdmaOffer:
     stream = RdmaStream(pair, rings.send, rings.receive, endpoint, owned)
     made.append(stream)
     stream.domain = domain
+    stream.ring_bytes = rings.receive.nbytes + rings.send.nbytes
     stream.details = {
         "device": choice.device,
         "port": choice.port,

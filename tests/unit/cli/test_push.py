@@ -63,7 +63,15 @@ def test_the_object(invoke, server, small_gguf: Path) -> None:
     assert report["hits"] == report["misses"] == 0
     assert report["verified"] is False
     assert report["gib_per_s"] == pytest.approx(report["bytes"] / report["seconds"] / 2**30, abs=0.002)
-    assert report["profile"]["span_ns"] == pytest.approx(report["seconds"] * 1e9, rel=0.01)
+    profile = report["profile"]
+    assert profile["measured"] is True
+    assert (profile["side"], profile["peer"], profile["transport"]) == ("client", server.endpoints[0], "tcp")
+    assert (profile["set_tensor_calls"], profile["set_tensor_bytes"]) == (876, report["bytes"])
+    assert profile["commands"]["SET_TENSOR"]["count"] == 876
+    assert 0 < profile["span_ns"] + profile["alloc_ns"] < report["seconds"] * 1e9
+    inside = ("read", "hash", "ask", "staging", "wire", "wait", "gap")
+    assert sum(profile[f"{name}_ns"] for name in inside) == profile["span_ns"]
+    assert profile["bottleneck"] in ("source-bound", "wire-bound", "server-bound")
 
 
 def test_only_what_is_included(invoke, server, small_gguf: Path) -> None:

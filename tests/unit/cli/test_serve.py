@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from support.leaks import eventually
 
 import weightwire
 from weightwire.hashing import fnv1a64
@@ -19,6 +23,7 @@ from weightwire.hashing import fnv1a64
 pytestmark = pytest.mark.timeout(120)
 
 MEMBERS = {"endpoint", "endpoints", "port", "protocol", "cache", "cache_verify", "retain", "memory", "transport", "pid"}
+MEMBERS |= {"metrics", "metrics_port"}
 
 
 def endpoint_of(process: subprocess.Popen[str]) -> str:
@@ -87,6 +92,7 @@ def test_the_object_and_the_settings(spawn, finish, tmp_path: Path) -> None:
     assert report["endpoint"].endswith(f":{report['port']}")
     assert (report["protocol"], report["retain"], report["memory"]) == ("5.1", "process", 3 << 29)
     assert report["cache_verify"] == "size"
+    assert report["metrics"] is report["metrics_port"] is None
     assert (report["cache"], report["pid"], report["transport"]) == (str(cache), process.pid, "tcp")
     assert cache.is_dir()
     with weightwire.connect(report["endpoint"]) as connection:
@@ -156,6 +162,8 @@ def test_an_address_of_another_machine(spawn, finish) -> None:
         (("--memory", "much"), "size"),
         (("--memory", "0"), "size"),
         (("surplus",), "surplus"),
+        (("--metrics-port", "65536"), "65536"),
+        (("--metrics-port", "0", "--metrics-host", "a:9"), "--metrics-host"),
     ],
 )
 def test_usage(invoke, words: tuple[str, ...], said: str) -> None:
@@ -168,6 +176,7 @@ def test_a_bad_variable_is_named(invoke) -> None:
     invoke("serve", WEIGHTWIRE_SERVER_CACHE="").failed(2, "WEIGHTWIRE_SERVER_CACHE", "empty")
     invoke("serve", WEIGHTWIRE_SERVER_CACHE_VERIFY="never").failed(2, "WEIGHTWIRE_SERVER_CACHE_VERIFY", "content")
     invoke("serve", WEIGHTWIRE_SERVER_PROTOCOL="8.9").failed(2, "WEIGHTWIRE_SERVER_PROTOCOL", "8.9")
+    invoke("serve", WEIGHTWIRE_SERVER_METRICS_PORT="http").failed(2, "WEIGHTWIRE_SERVER_METRICS_PORT", "http")
     invoke("serve", WEIGHTWIRE_LOG="loud").failed(2, "WEIGHTWIRE_LOG", "loud")
 
 
@@ -191,6 +200,61 @@ def test_nobody_to_announce_to(spawn, finish) -> None:
     with os.fdopen(writer, "w") as pipe:
         ran = finish(spawn("serve", "--port", "0", stdout=pipe, environ={"WEIGHTWIRE_LOG": "error"}))
     assert (ran.code, ran.err) == (141, "")
+
+
+# Metrics.
+
+
+def metric(url: str, name: str) -> float:
+    with urllib.request.urlopen(url, timeout=20) as answer:
+        families = text_string_to_metric_families(answer.read().decode())
+    return sum(sample.value for family in families for sample in family.samples if sample.name == name)
+
+
+def test_metrics_are_served_beside_it(spawn, finish, small_gguf: Path) -> None:
+    process = spawn("serve", "--port", "0", "--metrics-port", "0", "--json")
+    report = json.loads(endpoint_of(process))
+    url = report["metrics"]
+    assert url == f"http://127.0.0.1:{report['metrics_port']}/metrics"
+    assert metric(url, "weightwire_completed_tensors_total") == 0
+    with weightwire.connect(report["endpoint"]) as connection:
+        pushed = connection.push(small_gguf)
+        tensors, nbytes = pushed.summary.tensors, pushed.summary.bytes
+        assert eventually(lambda: metric(url, "weightwire_completed_tensors_total") == tensors)
+        assert nbytes < metric(url, "weightwire_rx_bytes_total") < nbytes + 1000 * (tensors + 10)
+        # A scraper that hangs does not hold up the end.
+        with socket.create_connection(("127.0.0.1", report["metrics_port"])):
+            process.terminate()
+            ran = finish(process)
+    assert ran.code == 0
+    assert "Traceback" not in ran.err
+    with pytest.raises(OSError):
+        metric(url, "weightwire_completed_tensors_total")
+
+
+def test_where_the_metrics_are_is_no_result(spawn, finish) -> None:
+    environ = {"WEIGHTWIRE_SERVER_METRICS_PORT": "0", "WEIGHTWIRE_LOG": "error"}
+    process = spawn("serve", "--port", "0", environ=environ)
+    assert endpoint_of(process).startswith("127.0.0.1:")
+    process.send_signal(signal.SIGINT)
+    ran = finish(process)
+    assert (ran.code, ran.out) == (130, "")
+    assert re.fullmatch(r"weightwire: metrics at http://127\.0\.0\.1:[0-9]+/metrics\n", ran.err)
+
+
+def test_a_port_for_metrics_that_is_in_use(spawn, finish) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        ran = finish(spawn("serve", "--port", "0", "--metrics-port", port, "--json"))
+    ran.failed(3, port, "hint:", "another port")
+    assert ran.json["error"]["exit_code"] == 3
+
+
+def test_metrics_without_prometheus_client(invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    monkeypatch.delitem(sys.modules, "weightwire.metrics", raising=False)
+    monkeypatch.delattr(weightwire, "metrics", raising=False)
+    invoke("serve", "--port", "0", "--metrics-port", "0").failed(3, "prometheus_client", "pip install", "hint:")
 
 
 def test_a_signal_that_interrupts_another_thread_ends_the_wait_too() -> None:

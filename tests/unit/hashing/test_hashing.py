@@ -175,10 +175,13 @@ def test_other_threads_run_meanwhile(call: str) -> None:
     try:
         thread.start()
         before = counted
-        if call == "one":
-            fnv1a64(data)
-        else:
-            hash_payloads([data, data])
+        deadline = time.monotonic() + 20
+        # A hash takes a few milliseconds, in which a busy machine may not get round to the other thread.
+        while counted < before + 2 and time.monotonic() < deadline:
+            if call == "one":
+                fnv1a64(data)
+            else:
+                hash_payloads([data, data])
         during = counted - before
     finally:
         stop.set()
