@@ -15,7 +15,16 @@ if TYPE_CHECKING:
 
     from weightwire.ranges import FileRange
 
-__all__ = ["FNV_OFFSET", "CpuFeatures", "cpu_features", "fnv1a64", "fnv1a64_many", "hash_payload", "hash_payloads"]
+__all__ = [
+    "FNV_OFFSET",
+    "CpuFeatures",
+    "cpu_features",
+    "fnv1a64",
+    "fnv1a64_many",
+    "hash_payload",
+    "hash_payloads",
+    "read_fnv1a64",
+]
 
 FNV_OFFSET: Final = 0xCBF29CE484222325
 
@@ -86,6 +95,17 @@ def fnv1a64(data: Buffer, start: int = FNV_OFFSET) -> int:
     """
     _settle()
     return _fnv1a.fnv1a64(data, start)
+
+
+def read_fnv1a64(fd: int, target: Buffer, offset: int, start: int = FNV_OFFSET) -> tuple[int, int]:
+    """Fill ``target``, any contiguous writable buffer, from byte ``offset`` of the file ``fd``, and hash it on the way.
+
+    How many bytes the file had for it (fewer only where it ends), and their FNV-1a 64, continued from ``start``. The
+    GIL is free until all has been read: ask for a few MiB at a time. Raises ``OSError`` for what pread(2) says, and for
+    ``target`` and ``start`` as ``fnv1a64`` does.
+    """
+    _settle()
+    return _fnv1a.read_fnv1a64(fd, target, offset, start)
 
 
 def fnv1a64_many(buffers: Iterable[Buffer]) -> list[int]:

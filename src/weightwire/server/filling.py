@@ -167,8 +167,9 @@ class Filler:
         try:
             block.about_to_write(question.start, question.nbytes)
             question.placed = question.located.buffer.begin(question.located)
-            # Fresh pages are touched by whoever reads into them, while they are in that processor's cache.
-            block.reached(question.start + question.nbytes)
+            # Fresh pages are touched by whoever reads into them, while they are in that processor's cache; and a thread
+            # that touched the next question's would only take a processor from who answers this one.
+            block.reached(question.start + question.nbytes, ahead=False)
             window = block.direct.window(question.start, question.nbytes)
             hashed = cache.verify == "content"
             question.fill = self._reader.start(fd, window, question.start, hashed=hashed)

@@ -64,8 +64,6 @@ class Receiver:
         located = self._locate(request.tensor)
         start = located.range(request.offset, nbytes)
         buffer = located.buffer
-        if nbytes:
-            buffer.memory.about_to_write(start, nbytes)
         placed = buffer.begin(located)
         if not nbytes:
             buffer.wrote(placed, located, request.offset, 0)
@@ -78,8 +76,6 @@ class Receiver:
                 window = block.direct.window(start, nbytes)
                 if kept and self._saver is not None:
                     save = self._saver.begin(window)
-                if save is not None:
-                    block.keep(start, save)
                 self._into_memory(block, window, start, save)
             elif kept and self._cache is not None and self._saver is not None:
                 self._through_hook(block.destination, start, nbytes, self._cache.writer(), self._saver)
@@ -91,6 +87,7 @@ class Receiver:
             buffer.spoil(placed)
             raise
         if save is not None:
+            block.keep(start, save)
             save.complete()
         self._recorder.set_tensor_bytes += nbytes
         buffer.wrote(placed, located, request.offset, nbytes)
@@ -154,8 +151,12 @@ class Receiver:
     def _into_memory(self, block: Block, window: memoryview, start: int, save: Save | None) -> None:
         """Receive into memory itself; ``save`` follows."""
         nbytes = window.nbytes
+        # In pieces: a client that overwrites what was just sent goes on as fast as the disk, and never stands still.
+        needed = block.needed(start, nbytes)
         for done in range(0, nbytes, _PIECE):
             piece = window[done : done + _PIECE]
+            for low, _, other in needed:
+                other.settle(start + done + piece.nbytes - low)
             block.reached(start + done + piece.nbytes)
             self._recv_into(piece)
             if save is not None:
