@@ -7,9 +7,7 @@
 
 int64_t ww_now_ns(void)
 {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (int64_t)now.tv_sec * INT64_C(1000000000) + now.tv_nsec;
+    return ww_profile_clock();
 }
 
 void ww_flow_start(struct ww_flow *flow, int64_t timeout_ns)
@@ -19,6 +17,7 @@ void ww_flow_start(struct ww_flow *flow, int64_t timeout_ns)
     flow->progress_ns = flow->started_ns;
     flow->slice_ns = flow->started_ns + WW_SLICE_NS;
     flow->impatient = 0;
+    flow->patient = 0;
     flow->done = 0;
     flow->profile = NULL;
 }
@@ -39,20 +38,27 @@ void ww_flow_moved(struct ww_flow *flow, size_t nbytes)
     flow->progress_ns = ww_now_ns();
 }
 
+int ww_flow_limit(const struct ww_flow *flow, struct timespec *limit)
+{
+    int64_t now = ww_now_ns();
+    int64_t until = flow->patient ? now + WW_NEVER_NS : flow->slice_ns;
+    int last = flow->timeout_ns >= 0 && flow->timeout_ns <= until - flow->progress_ns;
+    if (last) {
+        until = flow->progress_ns + flow->timeout_ns;
+    }
+    int64_t left = until > now ? until - now : 0;
+    limit->tv_sec = left / 1000000000;
+    limit->tv_nsec = left % 1000000000;
+    return last;
+}
+
 struct ww_status ww_flow_wait(struct ww_flow *flow, int fd, short events, const char *operation)
 {
     if (flow->impatient) {
         return ww_status_of(WW_PAUSED, 0, operation);
     }
-    int64_t now = ww_now_ns();
-    int64_t until = flow->slice_ns;
-    int last = 0;
-    if (flow->timeout_ns >= 0 && flow->timeout_ns <= until - flow->progress_ns) {
-        until = flow->progress_ns + flow->timeout_ns;
-        last = 1;
-    }
-    int64_t left = until > now ? until - now : 0;
-    struct timespec limit = {.tv_sec = left / 1000000000, .tv_nsec = left % 1000000000};
+    struct timespec limit;
+    int last = ww_flow_limit(flow, &limit);
     struct pollfd watched = {.fd = fd, .events = events};
     int aside = ww_profile_aside(flow->profile, events & POLLOUT ? WW_STAGE_BLOCKED : WW_STAGE_WAIT);
     int ready = ppoll(&watched, 1, &limit, NULL);

@@ -35,7 +35,11 @@ static struct ww_status receive(int fd, char *data, size_t nbytes, struct ww_flo
                 set_low_water(fd, mark ? LOW_WATER : 1);
                 *marked = mark;
             }
+            /* Up to the mark poll(2) does not tell of bytes that have come: somebody has to look. */
+            int patient = flow->patient;
+            flow->patient = patient && !mark;
             struct ww_status status = ww_flow_wait(flow, fd, POLLIN, "recv");
+            flow->patient = patient;
             if (status.code == WW_TIMEOUT && mark && !looked_again) {
                 looked_again = 1; /* less than the mark may have come, and is progress all the same */
             } else if (status.code != WW_DONE) {

@@ -10,6 +10,7 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <sys/uio.h>
+#include <time.h>
 
 #include "profile/profile.h"
 #include "status.h"
@@ -19,6 +20,8 @@
 #endif
 #define WW_SLICE_NS INT64_C(200000000)
 
+#define WW_NEVER_NS INT64_C(3600000000000) /* a slice that is as good as none */
+
 /* One message on its way. */
 struct ww_flow {
     int64_t timeout_ns;  /* longest time without progress; negative: for ever */
@@ -26,6 +29,7 @@ struct ww_flow {
     int64_t progress_ns; /* when the last byte moved, or started_ns */
     int64_t slice_ns;    /* when the running call comes back; set by each call */
     int impatient;       /* come back with WW_PAUSED where one would have to wait */
+    int patient;         /* wait without slices: nobody has to look around */
     uint64_t done;       /* bytes moved */
     struct ww_profile *profile; /* is told of waiting, and of what is not moving bytes; or NULL */
 };
@@ -49,6 +53,10 @@ struct ww_status ww_send_parts(int fd, struct ww_parts *parts, int more, struct 
 
 /* Reads up to nbytes of a file into data; *got tells how many. WW_SHORT: it ends at offset + *got. */
 struct ww_status ww_read_file(int fd, uint64_t offset, void *data, size_t nbytes, size_t *got);
+
+/* Has the kernel write those bytes of a file to the disk now (0 bytes: to the end), and waits for it if asked to; what the
+ * file needs besides is not written (sync_file_range(2)). A hint: where a file system cannot, nothing happens. */
+void ww_write_back(int fd, uint64_t offset, uint64_t nbytes, int wait);
 
 /* How the bytes of a file get to the socket. */
 enum ww_file_way {
@@ -92,6 +100,8 @@ struct ww_status ww_socket_prepare(int fd);
 int64_t ww_now_ns(void);
 void ww_flow_slice(struct ww_flow *flow);
 void ww_flow_moved(struct ww_flow *flow, size_t nbytes);
+/* How long the next wait may last, from now on; 1: until the flow times out, 0: until its slice is over. */
+int ww_flow_limit(const struct ww_flow *flow, struct timespec *limit);
 /* WW_DONE: try the call again. WW_PAUSED (at once, if impatient), WW_TIMEOUT or WW_FAILED otherwise. */
 struct ww_status ww_flow_wait(struct ww_flow *flow, int fd, short events, const char *operation);
 /* What a failed call on a socket means. */

@@ -66,13 +66,18 @@ void ww_link_free(struct ww_link *link)
     free(link);
 }
 
-void ww_link_stop(struct ww_link *link)
+/* Wakes every wait, now and to come: the descriptor is never read. */
+static void wake(struct ww_link *link)
 {
     uint64_t one = 1;
-    atomic_store(&link->stopped, 1);
-    /* Never read again: it stays ready for every wait to come. */
     ssize_t written = write(link->wake_fd, &one, sizeof one);
     (void)written;
+}
+
+void ww_link_stop(struct ww_link *link)
+{
+    atomic_store(&link->stopped, 1);
+    wake(link);
 }
 
 void ww_link_blame(struct ww_link *link, struct ww_link_fault fault)
@@ -85,6 +90,7 @@ void ww_link_blame(struct ww_link *link, struct ww_link_fault fault)
     }
     pthread_mutex_unlock(&link->fault_lock);
     atomic_store(&link->faulty, 1);
+    wake(link); /* the thread that moves bytes the other way */
 }
 
 void ww_link_lose(struct ww_link *link, int error, const char *operation)
@@ -95,6 +101,7 @@ void ww_link_lose(struct ww_link *link, int error, const char *operation)
         atomic_store(&link->lost, error);
     }
     pthread_mutex_unlock(&link->fault_lock);
+    wake(link);
 }
 
 struct ww_link_fault ww_link_fault(struct ww_link *link)

@@ -215,15 +215,12 @@ static struct ww_status wait_for(struct ww_link *link, struct ww_flow *flow, enu
     if (look(link, side) || (relieving && ww_link_relieve(link) > 0)) {
         return ww_status_of(WW_DONE, 0, operation);
     }
-    int64_t now = ww_now_ns();
-    int64_t until = flow->slice_ns;
-    int last = 0;
-    if (flow->timeout_ns >= 0 && flow->timeout_ns <= until - flow->progress_ns) {
-        until = flow->progress_ns + flow->timeout_ns;
-        last = 1;
-    }
-    int64_t left = until > now ? until - now : 0;
-    struct timespec limit = {.tv_sec = left / 1000000000, .tv_nsec = left % 1000000000};
+    struct timespec limit;
+    int patient = flow->patient;
+    /* A sender looks up: the thread that received when it went to sleep may have left, and what arrives is then its job. */
+    flow->patient = patient && side == WW_SIDE_RECV;
+    int last = ww_flow_limit(flow, &limit);
+    flow->patient = patient;
     struct pollfd watched[WATCHED] = {
         [MINE] = {.fd = cq->fd, .events = POLLIN},
         [OTHER] = {.fd = relieving ? link->c.recv_cq->fd : -1, .events = POLLIN},

@@ -212,7 +212,8 @@ class CompletionError(VerbsError):
 
     ``.status`` is its work completion status (``enum ibv_wc_status``; 0 where the device called it a success and it
     breaks the rules: longer than its slot, empty again and again, or of nothing that was posted), ``.vendor_err`` the
-    vendor's code.
+    vendor's code. ``.tensor`` is the tensor in flight, if any, ``.bytes_done`` how many bytes of it, or else of the
+    message, had moved.
     """
 
     def __init__(
@@ -224,11 +225,15 @@ class CompletionError(VerbsError):
         endpoint: str = "",
         operation: str = "ibv_poll_cq",
         errno: int | None = None,
+        tensor: str | None = None,
+        bytes_done: int = 0,
         hint: str = "",
     ) -> None:
         super().__init__(detail, endpoint=endpoint, operation=operation, errno=errno, hint=hint)
         self.status = status
         self.vendor_err = vendor_err
+        self.tensor = tensor
+        self.bytes_done = bytes_done
 
 
 class RdmaUnavailable(TransportError):

@@ -48,7 +48,8 @@ def test_under_sanitizers(tmp_path: Path, options: list[str]) -> None:
     if not can_sanitize(tmp_path, options):
         do_without("the sanitizer", f"{CC} cannot build, or this kernel not run, a program with {options[0]}")
     library = build(tmp_path, *options)
-    sources = [*VERBS, *sorted((CORE / "stream").glob("*.c")), Path(__file__).with_name("verbs_driver.c")]
+    beside = [path for folder in ("stream", "profile") for path in sorted((CORE / folder).glob("*.c"))]
+    sources = [*VERBS, *beside, Path(__file__).with_name("verbs_driver.c")]
     program = compile_c(tmp_path, ["-O1", *options], sources)
     done = subprocess.run(
         [str(program)],

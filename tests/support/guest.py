@@ -16,7 +16,7 @@ from typing import IO, Any
 #: The address of the guest's device.
 ADDRESS = "10.77.0.1"
 _NOBODY = 65534
-_PATIENCE = 60.0
+_PATIENCE = 200.0
 
 
 @contextmanager

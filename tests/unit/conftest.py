@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
-import socket
 from collections.abc import Iterator
 
 import pytest
+from support.ends import tcp_ends
 from support.fakeverbs import FakeVerbs, build, cannot_build
 from support.rdma import connect_rdma
 from support.require import do_without
@@ -45,10 +45,7 @@ def fake(fake_library: FakeVerbs, monkeypatch: pytest.MonkeyPatch) -> Iterator[F
 @pytest.fixture
 def tcp_pair() -> Iterator[tuple[TcpStream, TcpStream]]:
     """The client's and the server's end of a loopback connection."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        one = socket.create_connection(listener.getsockname())
-        other, _ = listener.accept()
-    client, server = TcpStream(one, 20.0), TcpStream(other, 20.0)
+    client, server = tcp_ends()
     yield client, server
     client.close()
     server.close()

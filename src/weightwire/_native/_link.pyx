@@ -2,24 +2,24 @@
 
 from cpython.buffer cimport PyBuffer_Release
 from cpython.bytes cimport PyBytes_AsString, PyBytes_FromStringAndSize
-from cpython.exc cimport PyErr_CheckSignals
-from cpython.mem cimport PyMem_Free, PyMem_Malloc
 from libc.stddef cimport size_t
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 
 from weightwire._native._core cimport (
-    WW_CLOSED, WW_DONE, WW_PAUSED, WW_SHORT, WW_TIMEOUT, take_buffer, take_writable, ww_flow, ww_flow_idle, ww_flow_start,
-    ww_status,
+    WW_CLOSED, WW_DONE, WW_PAUSED, WW_SHORT, take_writable, ww_flow, ww_flow_start, ww_status,
 )
 from weightwire._native._profile cimport Profile
-from weightwire._native._shared cimport clock_of, nanoseconds, shortened, unreadable, watched_by
-from weightwire._native._verbs cimport WW_FAULT, Handle, MemoryRegion, QueuePair, getpid, ww_completion_text
+from weightwire._native._shared cimport (
+    FEW, Views, check_process, clock_of, failed, getpid, hold, let_go, look_around, nanoseconds, room, shortened, unreadable,
+    vacate, watched_by,
+)
+from weightwire._native._verbs cimport WW_FAULT, Handle, MemoryRegion, QueuePair, ww_completion_text
 
 import errno
 import os
 
 from weightwire._native._sentinel import UNSET
-from weightwire.errors import CompletionError, PeerClosed, RdmaUnavailable, TransferTimeout, TransportError, VerbsError
+from weightwire.errors import CompletionError, RdmaUnavailable, TransportError, VerbsError
 
 CHUNK = WW_CHUNK
 SEND_SLOTS = WW_SEND_SLOTS
@@ -30,8 +30,6 @@ cdef dict _FRAMINGS = {"free": WW_FRAME_FREE, "requests": WW_FRAME_REQUESTS, "re
 
 # Up to this many bytes the core is asked once without giving up the GIL: taking it back can cost more than the call.
 cdef size_t KEEP_GIL = 2048
-cdef enum:
-    FEW = 8
 
 
 cdef class Link:
@@ -203,15 +201,22 @@ cdef class Link:
         return bool(self.gone or self.stopped or self.tcp is None or self.tcp.peer_gone())
 
     def peek(self, Py_ssize_t nbytes):
-        """``b""``: nothing is shown before it is taken here. Never waits or raises."""
-        return b""
+        """Up to ``nbytes`` bytes that have arrived, without taking them; ``b""`` if none has. Never waits or raises for the link."""
+        if nbytes < 0:
+            raise ValueError(f"cannot look at {nbytes} bytes")
+        if self.gone or self.stopped or self.link == NULL or nbytes == 0 or self.pair.process != getpid():
+            return b""
+        # With the GIL held and no wait, so that close() in another thread cannot come between.
+        cdef bytes data = PyBytes_FromStringAndSize(NULL, nbytes)
+        return data[:ww_link_peek(self.link, PyBytes_AsString(data), <size_t>nbytes)]
 
     def close(self):
         """Gives everything back, once calls running in other threads have been woken and left it. Never blocks or raises."""
         if self.gone:
             return
         self.gone = True
-        if self.users:
+        # The threads that were inside when the process was forked are not in the child.
+        if self.users and self.pair.process == getpid():
             self.shutdown()
         else:
             self.release()
@@ -248,12 +253,7 @@ cdef class Link:
                 f"the connection with {self.name} is not active yet", endpoint=self.name, operation=operation,
                 errno=errno.ENOTCONN,
             )
-        if self.pair.process != getpid():
-            # The queue pair and its completions are the parent's; the rings here are copies that the device does not see.
-            raise TransportError(
-                f"the connection with {self.name} belongs to the process that was forked", endpoint=self.name,
-                operation=operation, errno=errno.EBADF, hint="connect again in this process",
-            )
+        check_process(self.pair.process, self.name, operation)
         self.users += 1
         return 0
 
@@ -271,7 +271,7 @@ cdef class Link:
             endpoint=self.name, operation=operation, errno=status.error, hint=hint,
         )
 
-    cdef object faulty(self, str operation, str progress):
+    cdef object faulty(self, str operation, uint64_t done, uint64_t nbytes):
         cdef ww_link_fault_t fault = fault_of(self.link)
         cdef str text, doing = "sending to" if fault.sending else "receiving from"
         if fault.kind == WW_FAULT_TCP:
@@ -287,35 +287,15 @@ cdef class Link:
         else:
             what = "the device reports a completion of nothing that was posted"
         raise CompletionError(
-            f"{doing} {self.name}: {what}, {progress}",
-            status=fault.wc_status, vendor_err=fault.vendor, endpoint=self.name, operation=operation,
+            f"{doing} {self.name}: {what}, {done} of {nbytes} bytes done",
+            status=fault.wc_status, vendor_err=fault.vendor, endpoint=self.name, operation=operation, bytes_done=done,
         )
 
     cdef object fail(self, ww_status status, ww_flow *flow, uint64_t nbytes, bint sending):
         """The one place where a status of the core becomes an exception."""
-        cdef str operation = (<bytes>status.operation).decode()
-        cdef str doing = f"sending to {self.name}" if sending else f"receiving from {self.name}"
-        cdef str progress = f"{flow.done} of {nbytes} bytes done"
-        cdef double idle
-        if status.code == WW_TIMEOUT:
-            idle = ww_flow_idle(flow)
-            raise TransferTimeout(
-                f"nothing moved for {idle:.1f} s while {doing}, {progress}",
-                phase="send" if sending else "receive", elapsed=idle, bytes_done=flow.done,
-            )
-        if status.code == WW_CLOSED:
-            if self.stopped:
-                detail = f"the connection was shut down on this side while {doing}, {progress}"
-            elif status.error == errno.ECONNRESET:
-                detail = f"the peer reset the connection while {doing}, {progress}"
-            else:
-                detail = f"the peer closed the connection while {doing}, {progress}"
-            raise PeerClosed(
-                detail, endpoint=self.name, operation=operation, errno=status.error or None,
-                position="inside" if flow.done else "before", bytes_done=flow.done,
-            )
+        failed(status, flow, nbytes, sending, self.name, self.stopped)
         if status.code == WW_FAULT:
-            self.faulty(operation, progress)
+            self.faulty((<bytes>status.operation).decode(), flow.done, nbytes)
         self.refused(status, flow.done)
 
     # Receiving
@@ -333,7 +313,7 @@ cdef class Link:
                     status[0] = ww_link_recv(self.link, data, nbytes, flow)
                 if status.code != WW_PAUSED:
                     return 0
-                PyErr_CheckSignals()
+                look_around(flow, self.pair.process, self.name, "recv")
         finally:
             self.received += flow.done
 
@@ -416,7 +396,7 @@ cdef class Link:
                 with nogil:
                     status = ww_link_send(self.link, parts, flow)
                 if status.code == WW_PAUSED:
-                    PyErr_CheckSignals()
+                    look_around(flow, self.pair.process, self.name, "send")
         finally:
             self.sent += flow.done
         if status.code == WW_SHORT:
@@ -429,31 +409,25 @@ cdef class Link:
 
     cdef int gather(self, object buffers, ww_link_part *file, object source) except -1:
         """Sends ``buffers`` and, where ``file`` is not NULL, that much of a file after them."""
-        cdef Py_ssize_t count = len(buffers), taken = 0, i
-        cdef Py_buffer few_views[FEW]
-        cdef ww_link_part few_parts[FEW + 1]
-        cdef Py_buffer *views = few_views
-        cdef ww_link_part *parts = few_parts
+        cdef Py_ssize_t count = len(buffers), i
+        cdef Views views
+        cdef ww_link_part few[FEW + 1]
+        cdef ww_link_part *parts = few
         cdef ww_link_parts left
         cdef ww_flow flow
         cdef uint64_t nbytes = 0
         cdef MemoryRegion region
         cdef list used = []
-        if count > FEW:
-            views = <Py_buffer *>PyMem_Malloc(count * sizeof(Py_buffer))
-            parts = <ww_link_part *>PyMem_Malloc((count + 1) * sizeof(ww_link_part))
         try:
-            if views == NULL or parts == NULL:
-                raise MemoryError
+            hold(&views, buffers)
+            parts = <ww_link_part *>room(few, count + 1, FEW + 1, sizeof(ww_link_part))
             for i in range(count):
-                take_buffer(buffers[i], &views[taken])
-                parts[taken].data = <const uint8_t *>views[taken].buf
-                parts[taken].nbytes = <uint64_t>views[taken].len
-                parts[taken].registered = 0
-                nbytes += parts[taken].nbytes
-                taken += 1
+                parts[i].data = <const uint8_t *>views.all[i].buf
+                parts[i].nbytes = <uint64_t>views.all[i].len
+                parts[i].registered = 0
+                nbytes += parts[i].nbytes
                 if self.regions:
-                    region = self.region_of(parts[i].data, <size_t>views[i].len)
+                    region = self.region_of(parts[i].data, <size_t>parts[i].nbytes)
                     if region is not None:
                         # Closed meanwhile by another thread, it stays pinned until this call is over.
                         region.keep()
@@ -476,12 +450,8 @@ cdef class Link:
         finally:
             for region in used:
                 region.leave()
-            for i in range(taken):
-                PyBuffer_Release(&views[i])
-            if views != few_views:
-                PyMem_Free(views)
-            if parts != few_parts:
-                PyMem_Free(parts)
+            let_go(&views)
+            vacate(parts, few)
         return 0
 
     def send(self, *parts):

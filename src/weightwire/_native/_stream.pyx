@@ -2,25 +2,27 @@
 
 from cpython.buffer cimport PyBuffer_Release
 from cpython.bytes cimport PyBytes_AsString, PyBytes_FromStringAndSize
-from cpython.exc cimport PyErr_CheckSignals
 from cpython.mem cimport PyMem_Free, PyMem_Malloc
 from libc.stddef cimport size_t
 from libc.stdint cimport int64_t, uint64_t
 from libc.string cimport memset
 
 from weightwire._native._core cimport (
-    WW_CLOSED, WW_DONE, WW_FAILED, WW_PAUSED, WW_SHORT, WW_TIMEOUT,
-    iovec, take_buffer, take_writable, ww_file_pace, ww_file_part, ww_file_part_close, ww_flow, ww_flow_idle, ww_flow_start, ww_parts, ww_read_file,
-    ww_recv_exact, ww_send_file, ww_send_parts, ww_socket_ended, ww_socket_prepare, ww_status,
+    WW_CLOSED, WW_DONE, WW_FAILED, WW_PAUSED, WW_SHORT, iovec, take_writable, ww_file_pace, ww_file_part,
+    ww_file_part_close, ww_flow, ww_flow_start, ww_parts, ww_read_file, ww_recv_exact, ww_send_file, ww_send_parts,
+    ww_socket_ended, ww_socket_prepare, ww_status, ww_write_back,
 )
 from weightwire._native._profile cimport WW_STAGE_READ, Profile, tcp_limits, ww_limits, ww_profile_aside, ww_profile_back
-from weightwire._native._shared cimport clock_of, nanoseconds, shortened, unreadable, watched_by
+from weightwire._native._shared cimport (
+    FEW, Views, check_process, clock_of, failed, getpid, hold, let_go, look_around, nanoseconds, room, shortened, unreadable,
+    vacate, watched_by,
+)
 
 import errno
 import os
 
 from weightwire._native._sentinel import UNSET
-from weightwire.errors import PeerClosed, TransferTimeout, TransportError
+from weightwire.errors import TransportError
 
 cdef extern from "<unistd.h>" nogil:
     int close_fd "close"(int fd)
@@ -35,21 +37,26 @@ cdef object _UNSET = UNSET
 
 # Up to this many bytes the kernel is asked once without giving up the GIL: taking it back can cost more than the call.
 cdef size_t KEEP_GIL = 2048
-# Buffers of one message held without an allocation.
-cdef enum:
-    FEW = 8
 # File ranges up to this size are read and gathered into one packet with their header; above it sendfile wins.
 cdef size_t SMALL_RANGE = 64 << 10
+
+
+def write_back(int fd, uint64_t offset, uint64_t nbytes, bint wait):
+    """Has the kernel write that part of a file to the disk now, and waits for it if asked to. Never raises."""
+    with nogil:
+        ww_write_back(fd, offset, nbytes, wait)
 
 
 cdef class Stream:
     """``Stream(fd, endpoint, timeout)``: owns the connected stream socket ``fd`` and closes it.
 
     One thread may send while another receives; two may not do the same thing at once. ``shutdown`` and ``close`` may be
-    called from any thread at any time.
+    called from any thread at any time. In a process that was forked meanwhile, ``close`` gives up that process's descriptor,
+    ``shutdown`` does nothing, and everything else is refused: the connection is the parent's.
     """
 
     cdef int fd
+    cdef int process
     cdef int users
     cdef bint stopped
     cdef bint gone
@@ -63,6 +70,7 @@ cdef class Stream:
 
     def __cinit__(self, *args, **kwargs):
         self.fd = -1
+        self.process = getpid()
         self.name = ""
 
     def __init__(self, int fd, str endpoint, timeout=None):
@@ -140,7 +148,7 @@ cdef class Stream:
     def peer_gone(self):
         """Has the peer closed or reset the connection, or this side ended it? Takes no bytes, never waits or raises."""
         # With the GIL held and no wait, so that close() in another thread cannot come between.
-        return bool(self.gone or self.fd < 0 or ww_socket_ended(self.fd))
+        return bool(self.gone or self.stopped or self.fd < 0 or ww_socket_ended(self.fd))
 
     def peek(self, Py_ssize_t nbytes):
         """Up to ``nbytes`` bytes that have arrived, without taking them; ``b""`` if none has. Never waits or raises for the socket."""
@@ -156,7 +164,7 @@ cdef class Stream:
     def shutdown(self):
         """Ends the connection both ways: a call blocked in another thread comes back with PeerClosed. Never raises."""
         self.stopped = True
-        if self.fd >= 0:
+        if self.fd >= 0 and self.process == getpid():
             shutdown_fd(self.fd, SHUT_RDWR)
 
     def close(self):
@@ -164,7 +172,8 @@ cdef class Stream:
         if self.gone:
             return
         self.gone = True
-        if self.users:
+        # The threads that were inside when the process was forked are not in the child.
+        if self.users and self.process == getpid():
             self.shutdown()
         else:
             self.release()
@@ -181,6 +190,7 @@ cdef class Stream:
             raise TransportError(
                 f"the connection with {self.name} is closed", endpoint=self.name, operation=operation, errno=errno.EBADF
             )
+        check_process(self.process, self.name, operation)
         self.users += 1
         return 0
 
@@ -199,27 +209,7 @@ cdef class Stream:
 
     cdef object fail(self, ww_status status, ww_flow *flow, uint64_t nbytes, bint sending):
         """The one place where a status of the core becomes an exception."""
-        cdef str operation = (<bytes>status.operation).decode()
-        cdef str doing = f"sending to {self.name}" if sending else f"receiving from {self.name}"
-        cdef str progress = f"{flow.done} of {nbytes} bytes done"
-        cdef double idle
-        if status.code == WW_TIMEOUT:
-            idle = ww_flow_idle(flow)
-            raise TransferTimeout(
-                f"nothing moved for {idle:.1f} s while {doing}, {progress}",
-                phase="send" if sending else "receive", elapsed=idle, bytes_done=flow.done,
-            )
-        if status.code == WW_CLOSED:
-            if self.stopped:
-                detail = f"the connection was shut down on this side while {doing}, {progress}"
-            elif status.error == errno.ECONNRESET:
-                detail = f"the peer reset the connection while {doing}, {progress}"
-            else:
-                detail = f"the peer closed the connection while {doing}, {progress}"
-            raise PeerClosed(
-                detail, endpoint=self.name, operation=operation, errno=status.error or None,
-                position="inside" if flow.done else "before", bytes_done=flow.done,
-            )
+        failed(status, flow, nbytes, sending, self.name, self.stopped)
         self.refused(status, flow.done)
 
     # Receiving
@@ -238,7 +228,7 @@ cdef class Stream:
                     status[0] = ww_recv_exact(self.fd, data, nbytes, flow)
                 if status.code != WW_PAUSED:
                     return 0
-                PyErr_CheckSignals()
+                look_around(flow, self.process, self.name, "recv")
         finally:
             self.received += flow.done - before
 
@@ -304,7 +294,7 @@ cdef class Stream:
                 with nogil:
                     status = ww_send_parts(self.fd, parts, more, flow)
                 if status.code == WW_PAUSED:
-                    PyErr_CheckSignals()
+                    look_around(flow, self.process, self.name, "send")
         finally:
             self.sent += flow.done - before
         if status.code != WW_DONE:
@@ -320,7 +310,7 @@ cdef class Stream:
                     status = ww_send_file(self.fd, part, &self.pace, flow)
                 if status.code != WW_PAUSED:
                     break
-                PyErr_CheckSignals()
+                look_around(flow, self.process, self.name, "send")
         finally:
             ww_file_part_close(part)
             self.sent += flow.done - before
@@ -334,11 +324,10 @@ cdef class Stream:
 
     cdef int gather(self, object parts, ww_file_part *part, object source) except -1:
         """Sends ``parts`` and, where ``part`` is not NULL, that much of a file after them."""
-        cdef Py_ssize_t count = len(parts), taken = 0, i
-        cdef Py_buffer few_views[FEW]
-        cdef iovec few_vectors[FEW + 1]
-        cdef Py_buffer *views = few_views
-        cdef iovec *vectors = few_vectors
+        cdef Py_ssize_t count = len(parts), i
+        cdef Views views
+        cdef iovec few[FEW + 1]
+        cdef iovec *vectors = few
         cdef void *window = NULL
         cdef ww_parts left
         cdef ww_flow flow
@@ -346,18 +335,13 @@ cdef class Stream:
         cdef size_t got = 0
         cdef int aside
         cdef ww_status status
-        if count > FEW:
-            views = <Py_buffer *>PyMem_Malloc(count * sizeof(Py_buffer))
-            vectors = <iovec *>PyMem_Malloc((count + 1) * sizeof(iovec))
         try:
-            if views == NULL or vectors == NULL:
-                raise MemoryError
+            hold(&views, parts)
+            vectors = <iovec *>room(few, count + 1, FEW + 1, sizeof(iovec))
             for i in range(count):
-                take_buffer(parts[i], &views[taken])
-                vectors[taken].iov_base = views[taken].buf
-                vectors[taken].iov_len = <size_t>views[taken].len
-                nbytes += <uint64_t>views[taken].len
-                taken += 1
+                vectors[i].iov_base = views.all[i].buf
+                vectors[i].iov_len = <size_t>views.all[i].len
+                nbytes += <uint64_t>views.all[i].len
             self.enter("send")
             try:
                 left.next = vectors
@@ -389,12 +373,8 @@ cdef class Stream:
             finally:
                 self.leave()
         finally:
-            for i in range(taken):
-                PyBuffer_Release(&views[i])
-            if views != few_views:
-                PyMem_Free(views)
-            if vectors != few_vectors:
-                PyMem_Free(vectors)
+            let_go(&views)
+            vacate(vectors, few)
             PyMem_Free(window)
         return 0
 

@@ -6,10 +6,6 @@ from libc.stdint cimport uint8_t, uint32_t, uint64_t
 from weightwire._native._core cimport ww_status
 
 
-cdef extern from "<unistd.h>" nogil:
-    int getpid()
-
-
 cdef extern from "verbs/verbs.h" nogil:
     enum ww_verbs_code:
         WW_ABSENT

@@ -12,6 +12,7 @@ from libc.stdint cimport uint8_t, uint32_t, uint64_t
 from libc.string cimport memcpy
 
 from weightwire._native._core cimport WW_DONE, WW_SHORT, take_buffer, take_writable, ww_status
+from weightwire._native._shared cimport getpid
 
 import errno
 import os
@@ -64,6 +65,13 @@ cdef class Handle:
         if self.gone or not self.alive:
             name = type(self).__name__
             raise VerbsError(f"the {name} is closed", operation=name, errno=errno.EBADF)
+        # A Device is only a name, and anybody's.
+        if self.process and self.process != getpid():
+            name = type(self).__name__
+            raise VerbsError(
+                f"the {name} belongs to the process that was forked", operation=name, errno=errno.EBADF,
+                hint="make another in this process",
+            )
         return 0
 
     cdef void keep(self) noexcept:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import subprocess
 import sys
 import threading
 from collections import deque
 from collections.abc import Sequence
 from types import TracebackType
-from typing import IO, Self
+from typing import IO, Any, Self
 
 from weightwire.cli.failures import ENVIRONMENT, FAILED, Failure
 from weightwire.cli.signals import deferred_signals
@@ -24,19 +25,22 @@ STOP_SECONDS = 10.0
 DEATH_SECONDS = 1.0
 TAIL_LINES = 5
 
-_COMMAND = ("-m", "weightwire", "serve", "--host", "127.0.0.1", "--port", "0", "--json", "--lifeline")
+_COMMAND = ("-m", "weightwire", "serve", "--port", "0", "--json", "--lifeline")
 
 
 class EmbeddedServer:
-    """``weightwire serve`` on a free loopback port, started on entering and always ended on leaving.
+    """``weightwire serve`` on a free port of ``host``, started on entering and always ended on leaving.
 
     The server watches the pipe on its stdin: should this process be killed, it ends by itself. It is in a session of
     its own, so that Ctrl-C in the terminal reaches only us, who then end it in order. A server that does not start
-    raises Failure with exit code 3 and its last lines.
+    raises Failure with exit code 3: what it says is wrong, or else its last lines.
     """
 
-    def __init__(self, arguments: Sequence[str] = (), *, command: Sequence[str] | None = None) -> None:
-        self._command = [sys.executable, *_COMMAND, *arguments] if command is None else list(command)
+    def __init__(
+        self, arguments: Sequence[str] = (), *, host: str = "127.0.0.1", command: Sequence[str] | None = None
+    ) -> None:
+        self._arguments = ("--host", host, *arguments)
+        self._command = [sys.executable, *_COMMAND, *self._arguments] if command is None else list(command)
         self._process: subprocess.Popen[str] | None = None
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._drain: threading.Thread | None = None
@@ -107,8 +111,13 @@ class EmbeddedServer:
         finally:
             timer.cancel()
         try:
-            return str(json.loads(text)["endpoint"])
+            answer = json.loads(text)
+            if "endpoint" not in answer and "error" in answer:
+                raise self._refused(answer["error"])
+            return str(answer["endpoint"])
         except (ValueError, KeyError, TypeError) as error:
+            # It is about to end by itself, and its own exit code tells more than that of being ended.
+            self._has_died(DEATH_SECONDS)
             code = self._end()
             raise self._died(error, code, ENVIRONMENT, verb="did not start") from error
 
@@ -143,6 +152,12 @@ class EmbeddedServer:
                         stream.close()
             return process.returncode
 
+    @staticmethod
+    def _refused(said: dict[str, Any]) -> Failure:
+        """What the server itself says is wrong."""
+        detail = f"the demo's server did not start: {said['detail']}"
+        return Failure(RuntimeError(detail), ENVIRONMENT, detail=detail, hint=said["hint"], kind=said["type"])
+
     def _died(self, error: BaseException, code: int | None, exit_code: int, *, verb: str = "died") -> Failure:
         how = f"killed by signal {-code}" if code is not None and code < 0 else f"exit code {code}"
         said = " | ".join(text for text in self._tail if text) or "nothing"
@@ -150,7 +165,7 @@ class EmbeddedServer:
             error,
             exit_code,
             detail=f"the demo's server {verb} ({how}); the last it said: {said}",
-            hint="run 'weightwire serve --port 0' to see it by itself",
+            hint=f"run '{shlex.join(['weightwire', 'serve', '--port', '0', *self._arguments])}' to see it by itself",
             kind="ServerDied",
         )
 
@@ -158,7 +173,8 @@ class EmbeddedServer:
 def _environment() -> dict[str, str]:
     """Our environment, without settings meant for another server, and with our own import path: the child runs in ``/``
     and must find the very package that started it."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("WEIGHTWIRE_SERVER_")}
+    ours = ("WEIGHTWIRE_SERVER_", "GGML_RPC_LOADPROF")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     environment["PYTHONPATH"] = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
     environment["PYTHONSAFEPATH"] = "1"
     environment["PYTHONIOENCODING"] = "utf-8:backslashreplace"

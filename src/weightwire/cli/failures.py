@@ -184,7 +184,7 @@ def error_facts(failure: Failure) -> dict[str, Any]:
     elif isinstance(error, PeerClosed):
         names = ("endpoint", "operation", "position", "tensor", "bytes_done")
     elif isinstance(error, CompletionError):
-        names = ("endpoint", "operation", "status", "vendor_err")
+        names = ("endpoint", "operation", "status", "vendor_err", "tensor", "bytes_done")
     elif isinstance(error, RdmaUnavailable):
         names = ("endpoint", "operation", "errno", "reason")
     elif isinstance(error, TransportError):

@@ -147,6 +147,7 @@ def _server(endpoint: str, config: ClientConfig, as_json: bool) -> None:
             return
         line(f"server    {printable(connection.endpoint)}")
         line(f"protocol  {connection.protocol}, over {printable(carrier(connection))}")
+        line(f"because   {printable(str(connection.transport['reason']))}")
         line(f"cache     {'yes' if connection.server_has_cache else 'none, or a stock server that cannot say'}")
         for entry in devices:
             largest = "any" if entry["max_size"] >= 2**63 else human_bytes(entry["max_size"])

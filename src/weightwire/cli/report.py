@@ -23,6 +23,7 @@ def push_object(connection: Connection, summary: PushSummary) -> dict[str, Any]:
         "endpoint": connection.endpoint,
         "protocol": connection.protocol,
         "transport": dict(connection.transport),
+        "optimized": connection.optimized,
         "tensors": summary.tensors,
         "bytes": summary.bytes,
         "sent": summary.sent,
@@ -46,6 +47,7 @@ def push_lines(connection: Connection, summary: PushSummary) -> list[str]:
         f"pushed {summary.tensors} tensors, {human_bytes(summary.bytes)}, to {printable(where)}",
         f"in {seconds:.2f} s, {gib_per_second(summary.bytes, seconds):.2f} GiB/s; {human_bytes(summary.sent)} sent",
     ]
+    lines += _why_tcp(connection.transport)
     lines += _cache_lines(summary)
     if summary.verified:
         lines.append(f"every byte verified, in {summary.verify_seconds:.2f} s")
@@ -58,6 +60,7 @@ def warm_object(warmed: Warmed, summary: WarmSummary) -> dict[str, Any]:
         "endpoint": warmed.endpoint,
         "protocol": warmed.protocol,
         "transport": dict(warmed.transport or {}),
+        "optimized": warmed.optimized,
         "tensors": summary.tensors,
         "bytes": summary.bytes,
         "sent": summary.sent,
@@ -87,7 +90,7 @@ def warm_lines(warmed: Warmed, summary: WarmSummary) -> list[str]:
     ]
     if summary.corrupt_hits:
         lines.append(f"{summary.corrupt_hits} entries were damaged or cut short, and have been sent anew")
-    return lines
+    return lines + _why_tcp(warmed.transport or {})
 
 
 def say_all(
@@ -125,6 +128,10 @@ def carrier(connection: Connection) -> str:
 def _carrier(transport: Mapping[str, object]) -> str:
     kind, device = transport["kind"], transport["device"]
     return str(kind) if device is None else f"{kind} on {device}"
+
+
+def _why_tcp(transport: Mapping[str, object]) -> list[str]:
+    return [printable(f"over tcp: {transport['reason']}")] if transport.get("kind") == "tcp" else []
 
 
 def _cache_lines(summary: PushSummary) -> list[str]:

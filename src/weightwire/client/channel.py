@@ -9,13 +9,21 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from weightwire.errors import PeerClosed, ProtocolError, TransferTimeout, TransportError, WeightwireError
+from weightwire.errors import (
+    CompletionError,
+    PeerClosed,
+    ProtocolError,
+    TransferTimeout,
+    TransportError,
+    WeightwireError,
+)
 from weightwire.ranges import FileRange
 from weightwire.transport.profiling import LoadRecorder
 from weightwire.wire.commands import Command
@@ -71,6 +79,7 @@ class Channel:
         self.recorder.watch(stream)
         self._stream = stream
         self._lock = threading.Lock()
+        self._process = os.getpid()
         self._owner: int | None = None
         self._pending: deque[_Expected] = deque()
         self._cut = False
@@ -91,9 +100,11 @@ class Channel:
     def exclusive(self, operation: str) -> Iterator[None]:
         """Hold the stream for ``operation``; an error that leaves it out of step closes it.
 
-        TransportError if the connection is closed, or if this thread is already inside an operation (a progress
-        callback).
+        TransportError if the connection is closed, if this thread is already inside an operation (a progress
+        callback), or in a process that was forked after it was made.
         """
+        # First: the lock of a thread that is not in this process is never released.
+        self.check_open(operation)
         if self._owner == threading.get_ident():
             raise TransportError(
                 f"{operation} was called on the connection to {self.endpoint} from inside another call on it",
@@ -124,7 +135,15 @@ class Channel:
         return in_step and isinstance(error, WeightwireError) and not isinstance(error, mistrusted)
 
     def check_open(self, operation: str) -> None:
-        """TransportError if the connection is closed."""
+        """TransportError if the connection is closed, or another process's."""
+        if self._process != os.getpid():
+            raise TransportError(
+                f"the connection to {self.endpoint} belongs to the process that was forked",
+                endpoint=self.endpoint,
+                operation=operation,
+                errno=errno.EBADF,
+                hint="connect again in this process",
+            )
         if not self._closed:
             return
         why = f"was given up after: {self._failure}" if self._failure else "is closed"
@@ -350,6 +369,9 @@ class Channel:
                 error.hint = error.hint or _STALLED
             error.args = (error.detail,)
         elif isinstance(error, TransportError):
+            if isinstance(error, CompletionError):
+                error.tensor = tensor
+                error.bytes_done = error.bytes_done if bytes_done is None else bytes_done
             error.detail = f"{error.detail}; {where}"
             error.args = (error.detail,)
         _log.debug("%s: %s", self.endpoint, error)

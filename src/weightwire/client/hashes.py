@@ -33,8 +33,8 @@ class TensorHashes:
 
     What ``index`` has is not read for that; what it lacks is added to it by `record`. ``threads`` and ``in_flight``
     (bytes, of all senders together) are the pool's. ``read`` is how files are read (see `Sources`). With ``dropping``
-    what has been sent leaves the page cache, so that nothing is read again for a SHA-256. `start` and `close` belong to
-    one ``try`` and its ``finally``.
+    what has been sent leaves the page cache, so that nothing is read again for a SHA-256. ``plain`` is for a push that
+    is not optimized: one after the other, byte by byte. `start` and `close` belong to one ``try`` and its ``finally``.
 
     Raises ModelError where a file cannot be looked at.
     """
@@ -48,6 +48,7 @@ class TensorHashes:
         index: HashIndex | None = None,
         read: str = "auto",
         dropping: bool = False,
+        plain: bool = False,
     ) -> None:
         self._tensors = [tensor for tensor in tensors if is_cached(tensor)]
         self._number = {tensor.name: number for number, tensor in enumerate(self._tensors)}
@@ -77,9 +78,10 @@ class TensorHashes:
             threads=threads,
             known=known,
             digest=digest,
-            group=_INTERLEAVED if cpu_features().many == "interleaved" else 1,
-            blocks=in_blocks(payloads, read),
+            group=_INTERLEAVED if not plain and cpu_features().many == "interleaved" else 1,
+            blocks=frozenset() if plain else in_blocks(payloads, read),
             behind=not dropping,
+            plain=plain,
         )
 
     @property

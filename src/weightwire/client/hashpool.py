@@ -49,8 +49,8 @@ class HashPool:
     both are taken in one pass as long as everybody finds his hashes ready, and a pass goes on with the hash alone once
     somebody does not; one thread in four may do so at once. What was passed over is read again for it, with ``behind``,
     while it is being sent. What has none by then goes without. ``group`` payloads are hashed together by one thread,
-    but for those numbered ``blocks``, which are read ahead in large blocks. Who wants hashes makes a `feed` before
-    `start`.
+    but for those numbered ``blocks``, which are read ahead in large blocks. ``plain`` hashes byte by
+    byte. Who wants hashes makes a `feed` before `start`.
 
     `start` and `close` belong to one ``try`` and its ``finally``: an interrupt may come at any moment. The first
     failure of any thread is raised to everybody who asks afterwards.
@@ -66,8 +66,10 @@ class HashPool:
         group: int = 1,
         blocks: frozenset[int] = frozenset(),
         behind: bool = True,
+        plain: bool = False,
     ) -> None:
         self._payloads = payloads
+        self._plain = plain
         self._count = threads
         self._group = max(group, 1)
         self._changed = threading.Condition(threading.Lock())
@@ -248,7 +250,10 @@ class HashPool:
     def _hash(self, indices: Sequence[int], check: Watch) -> list[int]:
         if self._blocks and not self._blocks.isdisjoint(indices):
             return [self._hash_one(index, check, lambda: False).fnv1a for index in indices]
-        return hash_payloads([self._payloads[index] for index in indices], check=check)
+        payloads = [self._payloads[index] for index in indices]
+        if self._plain:
+            return hash_payloads(payloads, check=check, plain=True)
+        return hash_payloads(payloads, check=check)
 
     def _hash_one(self, index: int, check: Watch, digest: Callable[[], bool]) -> Hashes:
         payload = self._payloads[index]

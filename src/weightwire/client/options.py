@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from weightwire.config import CACHE_MODES, READ_MODES, LoadConfig
 from weightwire.errors import ConfigError
@@ -18,7 +18,8 @@ ProgressCallback = Callable[[str, int, int], object]
 class PushOptions:
     """The keyword arguments of `Connection.push`. Raises ConfigError for what cannot be used.
 
-    ``load`` has what ``threads`` and ``in_flight`` come to, the environment and this machine's CPUs considered.
+    ``load`` has what ``threads`` and ``in_flight`` come to, the environment and this machine's CPUs considered. A push
+    that is not ``optimized`` has no threads and no index, whatever is asked for.
     """
 
     cache: str = "auto"
@@ -33,6 +34,7 @@ class PushOptions:
     probe: bool | None = None
     drop_behind: bool = False
     read: str = "auto"
+    optimized: bool = True
     load: LoadConfig = field(init=False)
 
     def __post_init__(self) -> None:
@@ -49,7 +51,7 @@ class PushOptions:
             raise ConfigError(f"probe: {self.probe!r} is none of True, False and None")
         check_index(self.index)
         load = LoadConfig.resolve(threads=self.threads, in_flight=self.in_flight)
-        object.__setattr__(self, "load", load)
+        object.__setattr__(self, "load", load if self.optimized else replace(load, threads=0))
 
     def uses_cache(self, server_has_cache: bool) -> bool:
         """Whether a server that said so (or not) in HELLO is asked for tensors that its cache may have."""
@@ -62,4 +64,4 @@ class PushOptions:
 
     def open_index(self) -> HashIndex | None:
         """The index to use, if any; whoever calls closes it, unless it is the caller's own (``index`` itself)."""
-        return open_index(self.index)
+        return open_index(self.index) if self.optimized else None

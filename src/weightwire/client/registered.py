@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, Self, cast
+from typing import TYPE_CHECKING, Protocol, Self
 
+from weightwire.client.remote import bytes_of
 from weightwire.errors import ConfigError, VerbsError
+from weightwire.model.mapped import lies_in_a_file
 from weightwire.transport.rdma import RdmaStream
+from weightwire.transport.registration import limit_hint, locked_memory_limit
 
 if TYPE_CHECKING:
-    from typing_extensions import Buffer
-
     from weightwire.client.remote import Data
     from weightwire.transport.base import ByteStream
 
@@ -20,7 +22,13 @@ __all__ = ["RegisteredMemory", "register"]
 _log = logging.getLogger(__name__)
 
 
+_IN_A_FILE = "it lies in a mapped file, which is read by position"
+
+
 class _Region(Protocol):
+    @property
+    def closed(self) -> bool: ...
+
     def close(self) -> None: ...
 
 
@@ -31,11 +39,11 @@ class RegisteredMemory:
     if it is).
     """
 
-    __slots__ = ("_region", "nbytes", "reason")
+    __slots__ = ("_reason", "_region", "nbytes")
 
     def __init__(self, nbytes: int, region: _Region | None, reason: str = "") -> None:
         self.nbytes = nbytes
-        self.reason = reason
+        self._reason = reason
         self._region = region
 
     def __repr__(self) -> str:
@@ -45,13 +53,20 @@ class RegisteredMemory:
     @property
     def pinned(self) -> bool:
         """Whether what lies in it is sent without a copy."""
-        return self._region is not None
+        return self._region is not None and not self._region.closed
+
+    @property
+    def reason(self) -> str:
+        """Why it is not pinned (any more); empty if it is."""
+        if self._region is not None and self._region.closed:
+            return "the connection was closed"
+        return self._reason
 
     def close(self) -> None:
         """Let go of the memory: what lies in it is sent with a copy again. Idempotent, never raises."""
         region, self._region = self._region, None
         if region is not None:
-            self.reason = "it was closed"
+            self._reason = "it was closed"
             region.close()
 
     def __enter__(self) -> Self:
@@ -65,19 +80,20 @@ class RegisteredMemory:
 
 def register(stream: ByteStream, buffer: Data) -> RegisteredMemory:
     """See `Connection.register`."""
-    try:
-        view = memoryview(cast("Buffer", buffer))
-    except TypeError as error:
-        raise ConfigError(f"buffer: {error}", hint="give an array, or anything else with the buffer protocol") from None
-    if not view.c_contiguous or not view.nbytes:
-        raise ConfigError(
-            "buffer: it is not contiguous" if view.nbytes else "buffer: it is empty",
-            hint="numpy.ascontiguousarray makes a contiguous array of any",
-        )
+    view = bytes_of(buffer)
+    if not view.nbytes:
+        raise ConfigError("the buffer is empty", hint="there is nothing to pin, and nothing to be sent out of it")
     if not isinstance(stream, RdmaStream):
         return RegisteredMemory(view.nbytes, None, "the connection is on TCP")
+    if lies_in_a_file(view):
+        return RegisteredMemory(view.nbytes, None, _IN_A_FILE)
     try:
         return RegisteredMemory(view.nbytes, stream.register(view))
     except VerbsError as error:
-        _log.info("%s: %d bytes cannot be registered and will be copied: %s", stream.endpoint, view.nbytes, error)
-        return RegisteredMemory(view.nbytes, None, error.detail)
+        reason = error.detail
+        if error.errno == errno.ENOMEM:
+            limit = locked_memory_limit()
+            allowed = "" if limit is None else f", within {limit >> 10} KiB of locked memory"
+            reason = f"{reason}{allowed}; {limit_hint(limit)}"
+        _log.info("%s: %d bytes cannot be registered and will be copied: %s", stream.endpoint, view.nbytes, reason)
+        return RegisteredMemory(view.nbytes, None, reason)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from weightwire.client.channel import MAX_OUTSTANDING, Channel
 from weightwire.errors import ConfigError, WeightwireError
+from weightwire.model.mapped import reading
 from weightwire.profile import Stage
 from weightwire.wire.commands import Command
 from weightwire.wire.framing import request_header
@@ -26,7 +27,17 @@ if TYPE_CHECKING:
 
     Data: TypeAlias = Buffer | NDArray[Any]  # numpy's stubs declare the buffer protocol from Python 3.12 only
 
-__all__ = ["READ_CHUNK", "Piece", "RemoteBuffer", "RemoteTensor", "describe", "pieces_of", "read_pieces", "whole"]
+__all__ = [
+    "READ_CHUNK",
+    "Piece",
+    "RemoteBuffer",
+    "RemoteTensor",
+    "bytes_of",
+    "describe",
+    "pieces_of",
+    "read_pieces",
+    "whole",
+]
 
 READ_CHUNK: Final = 4 * 1024 * 1024
 """Bytes asked for in one GET_TENSOR: a server builds each answer in memory before it sends it."""
@@ -157,7 +168,7 @@ class RemoteTensor:
 
     def read_into(self, buffer: Data, offset: int = 0) -> None:
         """Fill ``buffer`` (writable, contiguous) with the bytes from ``offset`` on. Raises as `read` does."""
-        view = _bytes_of(buffer, writable=True)
+        view = bytes_of(buffer, writable=True)
         offset = whole("offset", offset)
         self._check_range(offset, view.nbytes)
         self.buffer.check_usable()
@@ -191,7 +202,7 @@ class RemoteTensor:
         ConfigError for a range that is not inside the tensor; PeerClosed, TransferTimeout or TransportError if the
         server is lost.
         """
-        view = _bytes_of(data, writable=False)
+        view = bytes_of(data)
         offset = whole("offset", offset)
         self._check_range(offset, view.nbytes)
         self.buffer.check_usable()
@@ -207,7 +218,9 @@ class RemoteTensor:
             recorder.switch(Stage.WIRE)
             try:
                 try:
-                    channel.send(header, view)
+                    with reading(data, view) as payload:
+                        channel.begin(header, payload)
+                        channel.end()
                 except WeightwireError as error:
                     done = max(int(getattr(error, "bytes_done", 0)) - len(header), 0)
                     raise channel.explain(
@@ -288,13 +301,19 @@ def whole(name: str, value: object) -> int:
     raise ConfigError(f"{name}: {value!r} is not a whole number", hint="give an int")
 
 
-def _bytes_of(data: Data, *, writable: bool) -> memoryview:
+def bytes_of(data: Data, *, writable: bool = False) -> memoryview:
+    """The bytes of a contiguous buffer, where they lie. ConfigError for anything else."""
     try:
         view = memoryview(data)  # type: ignore[arg-type, unused-ignore]  # numpy 2.4: an array is no Buffer
     except TypeError:
         raise ConfigError(
-            f"{type(data).__name__} has no bytes to use", hint="give bytes, a memoryview or a numpy array"
+            f"{type(data).__name__} has no buffer, so no bytes to use", hint="give bytes, a memoryview or a numpy array"
         ) from None
+    except ValueError as error:
+        # numpy has dtypes that the buffer protocol has not, such as datetime64 and bfloat16.
+        view = _plain(data, error)
+    if "O" in view.format:  # objects, or a field of that name
+        view = _plain(data)
     if not view.c_contiguous:
         raise ConfigError(
             "the buffer is not contiguous", hint="copy it first, for instance with numpy.ascontiguousarray"
@@ -303,4 +322,23 @@ def _bytes_of(data: Data, *, writable: bool) -> memoryview:
         raise ConfigError("the buffer is read-only", hint="give a bytearray or a numpy array")
     if not view.nbytes:
         return memoryview(bytearray())
-    return view.cast("B")
+    try:
+        return view.cast("B")
+    except TypeError as error:  # a format of structs
+        return _plain(data, error)
+
+
+def _plain(data: Data, error: Exception | None = None) -> memoryview:
+    import numpy as np
+
+    array = np.asarray(data)
+    if array.dtype.hasobject:
+        raise ConfigError(
+            f"the buffer holds Python objects (dtype {array.dtype}), which are addresses rather than numbers",
+            hint="convert it first: array.astype(numpy.float32)",
+        ) from error
+    if not array.flags.c_contiguous:
+        raise ConfigError(
+            "the buffer is not contiguous", hint="copy it first, for instance with numpy.ascontiguousarray"
+        ) from error
+    return array.reshape(-1).view(np.uint8).data if array.nbytes else memoryview(b"")

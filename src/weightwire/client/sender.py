@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from weightwire.client.asking import Questions
@@ -183,12 +183,13 @@ class Sender:
         most = BLOCK if self._sources.in_blocks(index) else SLICE
         head = self._head(tensor, 1 if self._questions is not None and index in self._questions else 0)
         position = 0
+        part_of = self._parts(index, tensor, head)
         since = self._recorder.now()
         while True:
             size = min(self._slice, most - position % most, tensor.nbytes - position)
             begun = time.monotonic_ns()
             previous = self._recorder.switch(Stage.READ)
-            part = self._sources.part(index, position, size)
+            part = part_of(position, size)
             self._recorder.switch(Stage.WIRE)
             try:
                 if position:
@@ -223,6 +224,14 @@ class Sender:
             self._slice = max(self._slice // 2, min(_FIRST_SLICE, SLICE) // 4)
         elif took_ns < _QUICK_NS and size >= self._slice:
             self._slice = min(2 * self._slice, SLICE)
+
+    def _parts(self, index: int, tensor: RemoteTensor, head: bytes) -> Callable[[int, int], FileRange | memoryview]:
+        """What gives the bytes of a large tensor that start at a position and are so many."""
+
+        def part(position: int, size: int) -> FileRange | memoryview:
+            return self._sources.part(index, position, size)
+
+        return part
 
     @property
     def _head_bytes(self) -> int:

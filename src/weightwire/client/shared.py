@@ -74,6 +74,7 @@ def shared_hashes(
             index=index,
             read=options.read,
             dropping=options.drop_behind,
+            plain=not options.optimized,
         )
         feeds = [hashes.feed(tensors, len(chosen)) for tensors in chosen]
         try:

@@ -8,17 +8,25 @@ and says EIO where there is none (proc(5)).
 
 from __future__ import annotations
 
+import mmap
 import os
 from bisect import bisect_right
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from weightwire.errors import ModelError
 from weightwire.model.base import ModelFile
+from weightwire.ranges import FileRange
 
-__all__ = ["MappedFiles", "MappedRange"]
+__all__ = ["MappedFiles", "MappedRange", "lies_in_a_file", "reading"]
 
 # Shared anonymous memory has an inode as well, but nothing that could cut it short.
 _ANONYMOUS = ("/dev/zero (deleted)", "/anon_hugepage (deleted)", "/SYSV")
+
+
+# Arrays and views, each made of the next: numpy keeps such chains to two or three.
+_CHAIN = 32
 
 
 class _Area(NamedTuple):
@@ -140,6 +148,50 @@ class MappedFiles:
             file.path = f"memory mapped from {area.path}"
             self._opened[area.start] = file
         return self._opened[area.start]
+
+
+def lies_in_a_file(view: memoryview) -> bool:
+    """Whether a mapped file is behind any of a contiguous buffer's bytes."""
+    mapped = MappedFiles()
+    try:
+        return mapped.find(_address(view), view.nbytes) is not None
+    except ModelError:
+        return True  # one that was cut short
+    finally:
+        mapped.close()
+
+
+@contextmanager
+def reading(data: object, view: memoryview) -> Iterator[memoryview | FileRange]:
+    """How the bytes of ``view``, a buffer of ``data``, are sent: by position if they lie in a mapped file (`mmap`,
+    `numpy.memmap`; a mapping that Python does not know of is not looked for), as they lie otherwise.
+
+    ModelError for a mapped file that is too short already.
+    """
+    if not _is_mapped(data):
+        yield view
+        return
+    mapped = MappedFiles()
+    try:
+        where = mapped.find(_address(view), view.nbytes)
+        yield view if where is None else where.file.range(where.offset, view.nbytes)
+    finally:
+        mapped.close()
+
+
+def _is_mapped(data: object) -> bool:
+    """Whether an `mmap` is what ``data`` was made of."""
+    for _ in range(_CHAIN):
+        if data is None or isinstance(data, mmap.mmap):
+            break
+        data = data.obj if isinstance(data, memoryview) else getattr(data, "base", None)
+    return isinstance(data, mmap.mmap)
+
+
+def _address(view: memoryview) -> int:
+    import numpy as np
+
+    return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])
 
 
 def _areas() -> list[_Area]:

@@ -8,7 +8,7 @@ from bisect import bisect_left, insort
 from collections import deque
 from typing import Final
 
-__all__ = ["BASE_ALIGNMENT", "MAX_BUFFERS", "PAGE", "AddressSpace", "Capacity", "Tally"]
+__all__ = ["BASE_ALIGNMENT", "MAX_BUFFERS", "MAX_PINNED", "PAGE", "AddressSpace", "Capacity", "Tally"]
 
 BASE_ALIGNMENT: Final = 2 << 20
 _LOWEST: Final = 1 << 40
@@ -21,6 +21,10 @@ MAX_BUFFERS: Final = 16_384
 """Buffers of all clients together: each is a mapping of its own, and Linux gives a process some 65,000
 (``vm.max_map_count``), which its threads need too.
 """
+
+
+MAX_PINNED: Final = 512 << 20
+"""Bytes that RDMA connections of all clients together may pin: 64 connections at 8 MiB each. Beside `Capacity`."""
 
 
 class Tally:

@@ -16,22 +16,24 @@ from typing import Final, Self
 from weightwire.cache.saving import Saver
 from weightwire.cache.store import TensorCache
 from weightwire.cache.workers import Workers
-from weightwire.config import RETAIN_MODES, checked_seconds, profile_wanted
+from weightwire.config import RETAIN_MODES, PathConfig, checked_seconds, profile_wanted
 from weightwire.errors import ConfigError, RdmaUnavailable, TransportError
 from weightwire.profile import LoadProfile
 from weightwire.server import arguments
-from weightwire.server.capacity import Capacity
+from weightwire.server.capacity import MAX_PINNED, Capacity, Tally
 from weightwire.server.destinations import Destination, HostMemory
+from weightwire.server.plain import NoPopulator, PlainSaver
 from weightwire.server.populate import Populator
 from weightwire.server.served import Registry, ServedTensor
 from weightwire.server.session import Services, Session
 from weightwire.server.stats import Ledger, ServerStats
 from weightwire.server.waiting import WaitingRoom
 from weightwire.transport.address import format_sockaddr
-from weightwire.transport.devices import list_devices
+from weightwire.transport.devices import check_environment
 from weightwire.transport.memory import available_memory
+from weightwire.transport.rdma import usable_address
 from weightwire.transport.tcp import TcpStream, listen_tcp
-from weightwire.transport.upgrade import check_transport
+from weightwire.transport.upgrade import WITHOUT, check_transport
 from weightwire.wire import CACHE_BIT, Greeting, described_version
 
 __all__ = ["Server"]
@@ -63,7 +65,9 @@ class Server:
     or ``"rdma"``: clients that do not come over RDMA are turned away. ``on_profile`` is called once for each
     connection, when it has ended, with a `LoadProfile` of what its time went on, from the thread that served it; what
     it raises is logged. With ``profile`` True (None: with GGML_RPC_LOADPROF=1) that is also printed to stderr, if
-    anything was loaded. Without both nothing is measured.
+    anything was loaded. Without both nothing is measured. ``optimized=False`` (None: GGML_RPC_LOAD_OPT, else True) has
+    it do what a plain server does, one message and one RDMA chunk at a time, to be measured against: it then needs
+    memory for one tensor more for each client (docs/performance.md).
 
     Nothing happens before `start`. Raises ConfigError for arguments that cannot be used.
     """
@@ -86,6 +90,7 @@ class Server:
         transport: str = "auto",
         profile: bool | None = None,
         on_profile: Callable[[LoadProfile], object] | None = None,
+        optimized: bool | None = None,
     ) -> None:
         self._host = arguments.host_name(host)
         self._port = arguments.whole_number("port", port, 0, 65535)
@@ -113,6 +118,7 @@ class Server:
             raise ConfigError(
                 f"transport='rdma', and protocol {self._dialect.text} has no RDMA", hint="4.0 and newer have it"
             )
+        self._optimized = PathConfig.resolve(optimized=optimized).optimized
         self._registry = Registry(keep=retain == "process", on_tensor=on_tensor)
 
         # Reentrant, for a signal handler that closes the server.
@@ -126,7 +132,7 @@ class Server:
         self._wake: socket.socket | None = None
         self._unlisten = contextlib.ExitStack()
         self._acceptor: threading.Thread | None = None
-        self._populator = Populator()
+        self._populator = Populator() if self._optimized else NoPopulator()
         self._workers = Workers()
         self._saver: Saver | None = None
         self._sessions: dict[Session, threading.Thread] = {}
@@ -137,9 +143,10 @@ class Server:
     def start(self) -> Self:
         """Listen, and accept clients on a thread of the server's own. Returns the server.
 
-        Raises TransportError where it cannot listen there, RdmaUnavailable where RDMA is required and there is no
-        device, ConfigError if the cache's directory cannot be made or the server has been closed or was started by
-        another process. Does nothing if it has been started.
+        Raises TransportError where it cannot listen there, RdmaUnavailable where RDMA is required and cannot be had at
+        any of the addresses it would listen on, ConfigError if the cache's directory cannot be made, a variable of RDMA
+        cannot be used, or the server has been closed or was started by another process. Does nothing if it has been
+        started.
         """
         if self._elsewhere():
             raise ConfigError("this server runs in the process that started it", hint="make a new one after a fork")
@@ -148,16 +155,13 @@ class Server:
                 raise ConfigError("this server has been closed", hint="make a new one")
             if self._started:
                 return self
-            if self._transport == "rdma" and not list_devices():
-                raise RdmaUnavailable(
-                    "RDMA is required, and this machine has no RDMA device",
-                    reason="this machine has no RDMA device",
-                    hint="transport 'auto' does without where it must",
-                )
+            if self._transport != "tcp":
+                check_environment(os.environ)
             cache = self._cache_at
             if cache is not None and not isinstance(cache, TensorCache):
                 cache = TensorCache(cache, verify=self._cache_verify)
-            self._saver = Saver(cache, self._workers) if cache is not None else None
+            make_saver = Saver if self._optimized else PlainSaver
+            self._saver = make_saver(cache, self._workers) if cache is not None else None
             self._services = Services(
                 dialect=self._dialect,
                 greeting=self._greeting,
@@ -171,8 +175,10 @@ class Server:
                 hello_timeout=self._hello_timeout,
                 stall_timeout=self._stall_timeout,
                 transport=self._transport,
+                pinned=Tally(MAX_PINNED),
                 on_profile=self._on_profile,
                 print_profile=self._print_profile,
+                optimized=self._optimized,
             )
             self._listen()
             self._ledger.begin(cache)
@@ -187,6 +193,9 @@ class Server:
             for listener in listeners:
                 undo.callback(listener.close)
                 listener.setblocking(False)
+            names = [listener.getsockname() for listener in listeners]
+            if self._transport == "rdma":
+                self._check_rdma([name[0] for name in names])
             try:
                 wake = socket.socketpair()
             except OSError as error:
@@ -200,9 +209,19 @@ class Server:
             )
             acceptor.start()
             self._acceptor, self._wake, self._unlisten = acceptor, wake[1], undo.pop_all()
-        names = [listener.getsockname() for listener in listeners]
         self._port = names[0][1]
         self._endpoints = tuple(map(format_sockaddr, names))
+
+    @staticmethod
+    def _check_rdma(addresses: list[str]) -> None:
+        """RdmaUnavailable if no client could ever be served."""
+        try:
+            usable_address(addresses)
+        except RdmaUnavailable as error:
+            error.detail = f"RDMA is required, and no client could be served over it: {error.reason}"
+            error.args = (error.detail,)
+            error.hint = error.hint or WITHOUT
+            raise
 
     def close(self) -> None:
         """Stop accepting, end every client, finish what is being written to the cache, and free everything.
@@ -313,6 +332,11 @@ class Server:
         return self._endpoints
 
     @property
+    def optimized(self) -> bool:
+        """Whether it receives the optimized way, or the plain one."""
+        return self._optimized
+
+    @property
     def tensors(self) -> Mapping[str, ServedTensor]:
         """The complete tensors of all clients by name: live, read-only, usable from any thread.
 
@@ -322,7 +346,9 @@ class Server:
 
     @property
     def clients(self) -> int:
-        """How many clients are connected."""
+        """How many clients are connected: to this process, so none to a fork of the server's."""
+        if self._elsewhere():
+            return 0
         with self._lock:
             return len(self._sessions)
 
@@ -348,8 +374,11 @@ class Server:
     def forget(self, name: str) -> bool:
         """Take the tensors called ``name`` out of `tensors`, and free their memory if nothing else needs it.
 
-        Whether there was one.
+        Whether there was one. ConfigError in a process that was forked while the server ran.
         """
+        if self._elsewhere():
+            # Locks that others held at that moment would never be released.
+            raise ConfigError("this server runs in the process that started it", hint="forget it there")
         return self._registry.forget(name)
 
     # On the acceptor's thread.
@@ -453,10 +482,16 @@ class Server:
         try:
             session.run()
         finally:
-            with self._lock:
-                if self._sessions.pop(session, None) is not None:
-                    self._ledger.close(session.counts())
-                waiting = None if self._closing else self._waiting.next()
-                trouble = self._begin(waiting) if waiting is not None else None
-            if trouble is not None:
-                logger.error("a client that was waiting could not be served (%s)", trouble)
+            # In a child that a hook has forked, whose turn it is, is the parent's business.
+            if not self._elsewhere():
+                self._left(session)
+
+    def _left(self, session: Session) -> None:
+        """A session has ended: the next one waiting gets its place."""
+        with self._lock:
+            if self._sessions.pop(session, None) is not None:
+                self._ledger.close(session.counts())
+            waiting = None if self._closing else self._waiting.next()
+            trouble = self._begin(waiting) if waiting is not None else None
+        if trouble is not None:
+            logger.error("a client that was waiting could not be served (%s)", trouble)

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from weightwire.cache.saving import Saver
 from weightwire.cache.store import TensorCache
 from weightwire.cache.workers import Workers
-from weightwire.errors import PeerClosed, ProtocolError, RdmaUnavailable, TransferTimeout, TransportError
+from weightwire.errors import PeerClosed, ProtocolError, RdmaUnavailable, TransferTimeout, TransportError, VerbsError
 from weightwire.profile import LoadProfile, Stage
 from weightwire.server.buffers import BufferTable
-from weightwire.server.capacity import Capacity
+from weightwire.server.capacity import Capacity, Tally
 from weightwire.server.commands import Commands
 from weightwire.server.destinations import Destination
 from weightwire.server.errors import BadMessage, BadRequest, log_failure
 from weightwire.server.filling import Filler
+from weightwire.server.plain import PlainFiller, PlainReceiver
 from weightwire.server.populate import Populator
 from weightwire.server.receive import Receiver
 from weightwire.server.served import Registry
@@ -27,7 +30,7 @@ from weightwire.server.staging import Staging
 from weightwire.server.stats import Counts
 from weightwire.transport.base import ByteStream
 from weightwire.transport.profiling import LoadRecorder, print_profile
-from weightwire.transport.rdma import RdmaStream
+from weightwire.transport.rdma import RING_BYTES, RdmaStream
 from weightwire.transport.tcp import TcpStream
 from weightwire.transport.upgrade import ASKED_FOR_TCP, Carrier, accept, on_tcp, refused
 from weightwire.wire import COMPUTE_COMMANDS, EMPTY_RESPONSE, Command, Dialect, Greeting, parse_u64, response_header
@@ -68,8 +71,12 @@ class Services:
     hello_timeout: float
     stall_timeout: float
     transport: str
+    pinned: Tally
+    turned_away: deque[tuple[str, float]] = field(default_factory=lambda: deque(maxlen=64))
+    """Hosts without RDMA where it is required, and when."""
     on_profile: Callable[[LoadProfile], object] | None = None
     print_profile: bool = False
+    optimized: bool = True
 
 
 class Session:
@@ -77,6 +84,7 @@ class Session:
 
     def __init__(self, stream: TcpStream, services: Services) -> None:
         self.client = stream.endpoint
+        self._process = os.getpid()
         self._tcp = stream
         self._stream: ByteStream = stream
         self._services = services
@@ -86,6 +94,7 @@ class Session:
         self._inside = False
         self._untried = False
         """Whether the client has been offered RDMA and not been heard there yet."""
+        self._pinned = 0
         self._connected_at: float | None = None
         self._rdma: RdmaStream | None = None
         self._carrier: str | None = None
@@ -102,10 +111,11 @@ class Session:
         self._staging = Staging()
         self._recorder = LoadRecorder("server", on=services.on_profile is not None or services.print_profile)
         self._recorder.watch(stream)
-        self._receiver = Receiver(
+        make_receiver, make_filler = (Receiver, Filler) if services.optimized else (PlainReceiver, PlainFiller)
+        self._receiver = make_receiver(
             stream, self._dialect, self._buffers, self._staging, services.cache, services.saver, self._recorder
         )
-        self._filler = Filler(
+        self._filler = make_filler(
             self._dialect,
             self._buffers,
             self._staging,
@@ -164,6 +174,9 @@ class Session:
             self._complain(f"nothing came for {error.elapsed:.1f} s" if error.phase == "receive" else str(error))
         except PeerClosed as error:
             self._gone(f"the client closed the connection inside it, after {error.bytes_done} bytes")
+        except VerbsError as error:
+            # A client that leaves is a PeerClosed; this is a queue pair that broke, or a client that broke its rules.
+            self._complain(str(error), self._what() if self._inside else "between requests")
         except TransportError as error:
             self._gone(str(error))
         except BaseException as error:
@@ -176,6 +189,9 @@ class Session:
 
     def _end(self) -> None:
         self._stream.close()
+        self._unpin()
+        if self._process != os.getpid():
+            return  # a hook has forked, and this is the child: the rest is the parent's
         self._filler.close()
         self._staging.release()
         self._buffers.free_all()
@@ -198,10 +214,15 @@ class Session:
             except BaseException as error:
                 log_failure(logger, error, "%s: on_profile failed", self.client)
 
-    def _complain(self, text: str) -> None:
+    def _unpin(self) -> None:
+        nbytes, self._pinned = self._pinned, 0
+        if nbytes:
+            self._services.pinned.give_back(nbytes)
+
+    def _complain(self, text: str, what: str = "") -> None:
         if not self._stopping.is_set():
             self._failed = 1
-            logger.warning("%s: %s: %s; connection closed", self.client, self._what(), text)
+            logger.warning("%s: %s: %s; connection closed", self.client, what or self._what(), text)
 
     def _gone(self, text: str) -> None:
         # Between requests a client may leave as it likes.
@@ -232,6 +253,9 @@ class Session:
                 raise BadMessage("the first request must be HELLO")
             size = parse_u64(self._trickle(8, deadline))
             expected = self._dialect.hello_request_bytes
+            if size == 0 and self._was_turned_away():
+                logger.debug("%s: the same client, asking in the form of protocol 3 and older", self.client)
+                return False
             if size != expected:
                 raise BadMessage(f"{size} bytes declared, and protocol {self._dialect.text} has {expected}")
             caps = self._trickle(expected, deadline)
@@ -251,8 +275,15 @@ class Session:
         if self._services.transport == "tcp":
             self._stay(on_tcp(ASKED_FOR_TCP))
             return NO_CAPS
-        accepted = accept(self._tcp, caps)
+        if any(caps):
+            if not self._services.pinned.take(RING_BYTES):
+                most = self._services.pinned.total // RING_BYTES
+                self._stay(replace(on_tcp(f"{most} clients are on RDMA already, which is the most"), serious=True))
+                return NO_CAPS
+            self._pinned = RING_BYTES
+        accepted = accept(self._tcp, caps, optimized=self._services.optimized)
         if isinstance(accepted, Carrier):
+            self._unpin()
             self._stay(accepted)
             return NO_CAPS
         stream, ours = accepted
@@ -264,8 +295,18 @@ class Session:
     def _stay(self, carrier: Carrier) -> None:
         """The connection stays on TCP. BadRequest if that will not do."""
         if self._services.transport == "rdma":
+            self._services.turned_away.append((self._host, time.monotonic()))
             raise BadRequest(f"RDMA is required here: {carrier.reason}")
         carrier.log(self.client)
+
+    @property
+    def _host(self) -> str:
+        return self.client.rpartition(":")[0]
+
+    def _was_turned_away(self) -> bool:
+        """Whether a client from there has just been told, by closing its connection, that RDMA is required."""
+        since = time.monotonic() - self._services.hello_timeout
+        return any(host == self._host and when > since for host, when in list(self._services.turned_away))
 
     def _use(self, stream: ByteStream) -> None:
         self._stream = self._receiver.stream = self._commands.stream = stream
@@ -290,6 +331,7 @@ class Session:
             if self._inside:
                 raise  # an embedder's, about something else
             self._use(stream.detach())
+            self._unpin()
             self._stay(replace(refused(error), serious=True))
             self._carrier = "tcp"
             return True

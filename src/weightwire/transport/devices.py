@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
+import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
 from weightwire._native import _verbs
-from weightwire.errors import RdmaUnavailable, VerbsError
+from weightwire.errors import ConfigError, RdmaUnavailable, VerbsError
 
-__all__ = ["Choice", "DeviceInfo", "Gid", "PortInfo", "address_gid", "choose", "list_devices"]
+__all__ = [
+    "NO_RDMA",
+    "Choice",
+    "DeviceInfo",
+    "Gid",
+    "PortInfo",
+    "address_gid",
+    "asks_for_a_device",
+    "check_environment",
+    "choose",
+    "device_addresses",
+    "list_devices",
+]
+
+NO_RDMA: Final = "GGML_RPC_NO_RDMA"
+_DEVICE: Final = "GGML_RDMA_DEV"
+_GID: Final = "GGML_RDMA_GID"
 
 _STATES: Final = ("none", "down", "initialising", "armed", "active", "active, deferred")
 _ACTIVE: Final = 4
@@ -99,6 +117,46 @@ def list_devices() -> list[DeviceInfo]:
     return [_describe(device) for device in _verbs.devices()]
 
 
+def check_environment(environ: Mapping[str, str]) -> None:
+    """ConfigError for a variable of RDMA that can mean nothing on any machine; where RDMA is off, none is looked at."""
+    text = environ.get(_GID, "")
+    if NO_RDMA not in environ and text and _index(text) is None:
+        raise ConfigError(
+            f"environment variable {_GID}: {text!r} is not an index from 0 to {_LAST_INDEX}",
+            hint=f"correct or unset {_GID}; see docs/configuration.md",
+        )
+
+
+def asks_for_a_device(environ: Mapping[str, str]) -> bool:
+    """Whether somebody has named a device or a GID, and so will want to know that it is not used."""
+    return NO_RDMA not in environ and any(environ.get(name) for name in (_DEVICE, _GID))
+
+
+def device_addresses(environ: Mapping[str, str]) -> list[str]:
+    """The addresses of this machine that a device leads to, those of the loopback interface first."""
+    found: dict[str, None] = {}
+    with contextlib.suppress(RdmaUnavailable, VerbsError):
+        for device in list_devices():
+            if environ.get(_DEVICE, "") in ("", device.name):
+                for port in device.ports:
+                    if (port.number, port.state) == (_ONLY_PORT, _STATES[_ACTIVE]):
+                        found.update(dict.fromkeys(gid.text.removeprefix("::ffff:") for gid in port.gids))
+    local = [named for address in found for named in _local(address)]
+    return sorted(local, key=lambda address: not ipaddress.ip_address(address.partition("%")[0]).is_loopback)
+
+
+def _local(address: str) -> Iterator[str]:
+    """``address`` if it is one of this machine's, with its zone where it needs one."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    zones = [""]
+    if family == socket.AF_INET6 and ipaddress.IPv6Address(address).is_link_local:
+        zones = [f"%{name}" for _, name in socket.if_nameindex()]
+    for zone in zones:
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind(socket.getaddrinfo(address + zone, 0, family, socket.SOCK_DGRAM, 0, socket.AI_NUMERICHOST)[0][4])
+            yield address + zone
+
+
 def choose(address: str, environ: Mapping[str, str]) -> Choice:
     """The device and GID for a connection whose local address is ``address``: those whose GID is this very address,
     RoCE v2 before v1, on port 1.
@@ -107,17 +165,18 @@ def choose(address: str, environ: Mapping[str, str]) -> Choice:
     ``GGML_RPC_NO_RDMA`` turns RDMA off. Raises ``RdmaUnavailable`` with the reason. Source: docs/protocol.md,
     section 8.
     """
-    if "GGML_RPC_NO_RDMA" in environ:
-        raise _none("GGML_RPC_NO_RDMA is set")
-    wanted = environ.get("GGML_RDMA_DEV", "")
-    index = _forced_index(environ.get("GGML_RDMA_GID", ""))
+    if NO_RDMA in environ:
+        raise _none(f"{NO_RDMA} is set", f"unset {NO_RDMA}")
+    wanted = environ.get(_DEVICE, "")
+    index = _forced_index(environ.get(_GID, ""))
     devices = _verbs.devices()
     if not devices:
-        raise _none("this machine has no RDMA device")
+        raise _none("this machine has no RDMA device", "'rdma link' lists those that the kernel knows")
     if wanted:
+        names = ", ".join(device.name for device in devices)
         devices = [device for device in devices if device.name == wanted]
         if not devices:
-            raise _none(f"there is no RDMA device {wanted!r}, which GGML_RDMA_DEV names")
+            raise _none(f"there is no RDMA device {wanted!r}, which {_DEVICE} names", f"there is {names}")
     passed: list[str] = []
     found: list[Choice] = []
     for device in devices:
@@ -127,14 +186,16 @@ def choose(address: str, environ: Mapping[str, str]) -> Choice:
             passed.append(error.detail)
         except _Unfit as unfit:
             passed.append(str(unfit))
+    if not found and len(passed) == len(devices):
+        raise _none("; ".join(passed), "is the device's network interface up?")
     if not found:
         names = ", ".join(device.name for device in devices)
         which = f"GID of {names} is the local address {address}" if index is None else f"device has GID {index}"
-        raise _none(f"no {which}" + (f" ({'; '.join(passed)})" if passed else ""))
+        raise _none(f"no {which}" + (f" ({'; '.join(passed)})" if passed else ""), _addresses_hint(environ))
     best = min(found, key=lambda choice: choice.gid.type != _GID_TYPES[_ROCE_V2])
-    why = f"GID {best.gid.index} is the local address" if index is None else "GGML_RDMA_GID names it"
+    why = f"GID {best.gid.index} is the local address" if index is None else f"{_GID} names it"
     if wanted:
-        why = f"GGML_RDMA_DEV names the device, {why}"
+        why = f"{_DEVICE} names the device, {why}"
     return Choice(best.device, best.port, best.gid, best.mtu, why)
 
 
@@ -142,16 +203,31 @@ class _Unfit(Exception):
     """Why a device is passed over."""
 
 
-def _none(reason: str) -> RdmaUnavailable:
-    return RdmaUnavailable(f"RDMA cannot be used: {reason}", reason=reason)
+def _none(reason: str, hint: str) -> RdmaUnavailable:
+    return RdmaUnavailable(f"RDMA cannot be used: {reason}", reason=reason, hint=hint)
+
+
+def _addresses_hint(environ: Mapping[str, str]) -> str:
+    addresses = device_addresses(environ)
+    return (
+        f"both ends must use the device's network: here its addresses are {', '.join(addresses)}"
+        if addresses
+        else "no address of this machine is a device's: give the device's network interface one"
+    )
+
+
+def _index(text: str) -> int | None:
+    fits = text.isascii() and text.isdigit() and len(text) <= 3 and int(text) <= _LAST_INDEX
+    return int(text) if fits else None
 
 
 def _forced_index(text: str) -> int | None:
     if not text:
         return None
-    if not (text.isascii() and text.isdigit() and int(text) <= _LAST_INDEX):
-        raise _none(f"GGML_RDMA_GID={text!r} is not an index from 0 to {_LAST_INDEX}")
-    return int(text)
+    index = _index(text)
+    if index is None:
+        raise _none(f"{_GID}={text!r} is not an index from 0 to {_LAST_INDEX}", f"correct or unset {_GID}")
+    return index
 
 
 def _candidates(device: _verbs.Device, gid: bytes, index: int | None) -> list[Choice]:

@@ -11,6 +11,7 @@ The 24 bytes offer RDMA where this machine can. If both ends have agreed on it, 
 from __future__ import annotations
 
 import logging
+import os
 import time
 from contextlib import ExitStack
 from dataclasses import replace
@@ -18,6 +19,7 @@ from typing import NamedTuple
 
 from weightwire.config import checked_seconds
 from weightwire.errors import (
+    ConfigError,
     PeerClosed,
     ProtocolError,
     RdmaUnavailable,
@@ -27,10 +29,12 @@ from weightwire.errors import (
     VersionError,
 )
 from weightwire.transport.base import ByteStream
+from weightwire.transport.devices import check_environment
 from weightwire.transport.rdma import REQUESTS, RdmaOffer
 from weightwire.transport.tcp import TcpStream, connect_tcp
 from weightwire.transport.upgrade import (
     ASKED_FOR_TCP,
+    WITHOUT,
     Carrier,
     carried_by,
     check_transport,
@@ -75,11 +79,14 @@ class _Unusable(Exception):
     """RDMA was agreed on in HELLO and does not work; the argument is why. The connection is closed."""
 
 
-def open_connection(endpoint: str, timeout: float, protocol: str | None = None, transport: str = "auto") -> Opened:
+def open_connection(
+    endpoint: str, timeout: float, protocol: str | None = None, transport: str = "auto", *, optimized: bool = True
+) -> Opened:
     """Connect to ``endpoint`` ("host:port"), exchange HELLO and settle the dialect, within ``timeout`` seconds in all.
 
     ``protocol`` (such as ``"7.0.0"``) is the caller's word that the server speaks that version, whatever it announces.
     The stream's own ``timeout`` is set to ``timeout``: every later wait without progress ends after so many seconds.
+    Unless ``optimized``, one SEND at a time is in flight where RDMA carries them.
     ``transport`` is ``"auto"`` (RDMA where both ends can, TCP otherwise), ``"tcp"`` or ``"rdma"``. Where RDMA was
     agreed on and its first request is not answered within 5 seconds (or ``timeout``), the connection is made once more
     on TCP, with another ``timeout`` seconds for that.
@@ -93,28 +100,42 @@ def open_connection(endpoint: str, timeout: float, protocol: str | None = None, 
     timeout = checked_seconds("timeout", timeout)
     required = check_transport(transport) == "rdma"
     forced = None if protocol is None else described_version(protocol).dialect
+    if required and forced is not None and not forced.rdma:
+        raise ConfigError(
+            f"transport='rdma', and protocol {forced.text} has no RDMA",
+            hint="4.0 and newer have it; leave out the protocol or the transport",
+        )
+    if transport != "tcp":
+        check_environment(os.environ)
     barred = on_tcp(ASKED_FOR_TCP) if transport == "tcp" else None
     try:
-        opened = _open(endpoint, timeout, forced, barred, required)
+        opened = _open(endpoint, timeout, forced, barred, required, optimized)
     except _Unusable as failure:
         error = failure.args[0]
         reason = f"RDMA was agreed on and does not work: {error.detail}"
         if required:
-            raise RdmaUnavailable(f"{endpoint}: {reason}", reason=reason, endpoint=endpoint) from error
+            raise RdmaUnavailable(
+                f"{endpoint}: {reason}", reason=reason, endpoint=endpoint, hint=error.hint or WITHOUT
+            ) from error
         _log.warning("%s: %s; connecting again on TCP", endpoint, reason)
         try:
-            opened = _open(endpoint, timeout, forced, replace(refused(error), reason=reason, serious=False), required)
+            barred = replace(refused(error), reason=reason, serious=False)
+            opened = _open(endpoint, timeout, forced, barred, required, optimized)
         except ServerBusy as busy:
             busy.hint = f"{reason}; the server may still wait there, and with transport='tcp' is not asked to"
             raise
+        return opened
     opened.carrier.log(opened.stream.endpoint)
     return opened
 
 
-def _open(endpoint: str, timeout: float, forced: Dialect | None, barred: Carrier | None, required: bool) -> Opened:
+def _open(
+    endpoint: str, timeout: float, forced: Dialect | None, barred: Carrier | None, required: bool, optimized: bool
+) -> Opened:
     """One attempt: on TCP if ``barred`` says why."""
     deadline = time.monotonic() + timeout
     held = 0.0
+    missing = barred.reason if barred is not None else ""
     for caps_form in (True, False):
         try:
             stream = connect_tcp(endpoint, _left(endpoint, deadline, timeout, "connect"))
@@ -125,11 +146,13 @@ def _open(endpoint: str, timeout: float, forced: Dialect | None, barred: Carrier
         with ExitStack() as undo:
             undo.callback(stream.close)
             wanted = caps_form and barred is None and (forced is None or forced.rdma)
-            offered = offer(stream) if wanted else None
+            offered = offer(stream, optimized=optimized) if wanted else None
             if isinstance(offered, RdmaOffer):
                 undo.callback(offered.close)
             elif offered is not None and required:
                 raise offered
+            elif caps_form and not missing:
+                missing = _why_none(offered, forced)
             asked = time.monotonic()
             caps = offered.caps if isinstance(offered, RdmaOffer) else NO_CAPS
             answer = _hello(stream, caps if caps_form else None, deadline, timeout)
@@ -150,7 +173,10 @@ def _open(endpoint: str, timeout: float, forced: Dialect | None, barred: Carrier
                 _try_out(settled, dialect, min(timeout, _TRIAL))
             elif required:
                 raise RdmaUnavailable(
-                    f"{stream.endpoint}: {carrier.reason}", reason=carrier.reason, endpoint=stream.endpoint
+                    f"{stream.endpoint}: {carrier.reason}",
+                    reason=carrier.reason,
+                    endpoint=stream.endpoint,
+                    hint=WITHOUT,
                 )
             elif isinstance(offered, RdmaOffer):
                 offered.close()
@@ -161,15 +187,23 @@ def _open(endpoint: str, timeout: float, forced: Dialect | None, barred: Carrier
             f"{endpoint} took the connection, did not answer HELLO for {held:.1f} s, and closed",
             phase="hello",
             elapsed=held,
-            hint=_BUSY_HINT,
+            hint=f"{_BUSY_HINT}; or it requires RDMA, which was not offered: {missing}" if missing else _BUSY_HINT,
         )
+    needs = f"it requires RDMA, which was not offered ({missing}); or " if missing else ""
     raise VersionError(
-        f"{endpoint} closed the connection on both forms of HELLO: "
+        f"{endpoint} closed the connection on both forms of HELLO: {needs}"
         "its protocol is older than 1.0, or it refuses this client",
         ours=OURS,
         theirs="older than 1.0",
         hint="check that a ggml RPC server of April 2025 or newer listens there, and read its log",
     )
+
+
+def _why_none(offered: RdmaOffer | RdmaUnavailable | None, forced: Dialect | None) -> str:
+    """Why HELLO offers no RDMA; empty text if it does."""
+    if isinstance(offered, RdmaUnavailable):
+        return offered.reason
+    return f"protocol {forced.text} has no RDMA" if forced is not None and offered is None else ""
 
 
 def _settle(
@@ -190,7 +224,7 @@ def _settle(
     if isinstance(offered, RdmaUnavailable):
         return tcp, refused(offered)
     if offered is None or not any(greeting.caps):
-        return tcp, on_tcp("the server does not offer RDMA")
+        return tcp, on_tcp("the server did not take up the offer of RDMA: it does without, or could not and logs why")
     try:
         stream = offered.activate(tcp, greeting.caps, REQUESTS)
     except (ProtocolError, TransportError) as error:
@@ -242,8 +276,9 @@ def _hello(stream: ByteStream, caps: bytes | None, deadline: float, timeout: flo
     """
     request = encode_hello_request(caps)
     got = bytearray()
+    # Outside: a server that was asked nothing yet is not the one that is late.
+    stream.timeout = _left(stream.endpoint, deadline, timeout, "hello")
     try:
-        stream.timeout = _left(stream.endpoint, deadline, timeout, "hello")
         stream.send(request_header(Command.HELLO, len(request)) + request)
         if not _read(stream, got, RESPONSE_HEADER_BYTES, deadline, timeout):
             if got:

@@ -5,17 +5,18 @@ Source: docs/protocol.md, section 8.
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from weightwire._native import _link, _verbs
 from weightwire.errors import RdmaUnavailable, RegistrationError, TransportError, VerbsError
-from weightwire.transport.devices import Choice, choose, mtu_bytes
+from weightwire.transport.devices import Choice, check_environment, choose, device_addresses, mtu_bytes
 from weightwire.transport.memory import HostRegion
-from weightwire.transport.registration import RECEIVE_SLOTS, SEND_RUNGS, Rings, register_rings
+from weightwire.transport.registration import CHUNK, RECEIVE_SLOTS, SEND_RUNGS, Rings, register_rings
 from weightwire.wire.caps import RdmaCaps
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
     from weightwire.transport.tcp import TcpStream
 
-__all__ = ["REQUESTS", "RESPONSES", "RdmaOffer", "RdmaStream", "offer_rdma"]
+__all__ = ["REQUESTS", "RESPONSES", "RING_BYTES", "RdmaOffer", "RdmaStream", "offer_rdma", "usable_address"]
 
 _log = logging.getLogger(__name__)
 
@@ -31,6 +32,9 @@ REQUESTS: Final = "requests"
 """Framing of what a client sends: command, size and payload are separate reads of a ggml server."""
 RESPONSES: Final = "responses"
 """Framing of what a server sends: size and payload are separate reads of a ggml client."""
+
+RING_BYTES: Final = (max(SEND_RUNGS) + RECEIVE_SLOTS) * CHUNK
+"""Most memory that one connection pins for its rings; the driver adds some for its queues."""
 
 _SPARE_RECEIVES: Final = 4
 _INLINE: Final = 256
@@ -127,16 +131,57 @@ class RdmaOffer:
         self._stream.close()
 
 
-def offer_rdma(tcp: TcpStream, environ: Mapping[str, str] | None = None) -> RdmaOffer:
+def offer_rdma(tcp: TcpStream, environ: Mapping[str, str] | None = None, depth: int = max(SEND_RUNGS)) -> RdmaOffer:
     """A queue pair on the device that leads to the peer of ``tcp``, ready to be offered in HELLO.
+
+    At most ``depth`` SENDs will be in flight.
 
     Raises ``RdmaUnavailable`` with the reason why there is none (its cause is the ``RegistrationError`` or
     ``VerbsError`` behind it, if any); nothing stays open then.
     """
-    choice = choose(_local_address(tcp), os.environ if environ is None else environ)
+    return _make(tcp.endpoint, choose(_local_address(tcp), os.environ if environ is None else environ), depth)
+
+
+def usable_address(addresses: Iterable[str], environ: Mapping[str, str] | None = None) -> str:
+    """The first of this machine's ``addresses`` at which an RDMA connection can begin: everything for one is made
+    there, pinned memory too, and given back. ``0.0.0.0`` and ``::`` stand for every address that a device leads to.
+
+    Raises ``RdmaUnavailable`` with the reason for each, ``ConfigError`` for a variable that cannot be used.
+    """
+    environ = os.environ if environ is None else environ
+    check_environment(environ)
+    refusals: dict[str, RdmaUnavailable] = {}
+    for address in _spelt_out(addresses, environ):
+        try:
+            _make(address, choose(address, environ)).close()
+        except RdmaUnavailable as error:
+            refusals.setdefault(error.reason, error)
+        else:
+            return address
+    first = next(iter(refusals.values()))
+    reason = "; ".join(refusals)
+    raise RdmaUnavailable(
+        f"RDMA cannot be used: {reason}", reason=reason, operation=first.operation, errno=first.errno, hint=first.hint
+    ) from first.__cause__
+
+
+def _spelt_out(addresses: Iterable[str], environ: Mapping[str, str]) -> list[str]:
+    found: list[str] = []
+    for address in addresses:
+        parsed = ipaddress.ip_address(address.partition("%")[0])
+        if parsed.is_unspecified:
+            # "::" takes IPv4 as well.
+            led = [each for each in device_addresses(environ) if parsed.version == 6 or ":" not in each]
+            found += led or [address]
+        else:
+            found.append(address)
+    return found
+
+
+def _make(endpoint: str, choice: Choice, depth: int = max(SEND_RUNGS)) -> RdmaOffer:
     made: list[Any] = []
     try:
-        return _build(tcp.endpoint, choice, made)
+        return _build(endpoint, choice, made, depth)
     except BaseException as error:
         for handle in reversed(made):
             handle.close()
@@ -152,7 +197,7 @@ def offer_rdma(tcp: TcpStream, environ: Mapping[str, str] | None = None) -> Rdma
         raise
 
 
-def _build(endpoint: str, choice: Choice, made: list[Any]) -> RdmaOffer:
+def _build(endpoint: str, choice: Choice, made: list[Any], depth: int) -> RdmaOffer:
     devices = {device.name: device for device in _verbs.devices()}
     if choice.device not in devices:
         raise RdmaUnavailable(f"the RDMA device {choice.device} has gone", reason=f"{choice.device} has gone")
@@ -170,7 +215,7 @@ def _build(endpoint: str, choice: Choice, made: list[Any]) -> RdmaOffer:
         domain, sends, receives, sends=max(SEND_RUNGS), receives=RECEIVE_SLOTS + _SPARE_RECEIVES, inline=_INLINE
     )
     made.append(pair)
-    rings = register_rings(lambda nbytes: _verbs.MemoryRegion(domain, HostRegion(nbytes)))
+    rings = register_rings(lambda nbytes: _verbs.MemoryRegion(domain, HostRegion(nbytes)), depth=depth)
     made += [rings.receive, rings.send]
     pair.to_init(choice.port)
     # The peer's last SEND may land until the queue pair is gone: so that one goes first.

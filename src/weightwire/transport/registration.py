@@ -17,7 +17,16 @@ from typing import Final, Generic, Protocol, TypeVar
 from weightwire._native import _link
 from weightwire.errors import RegistrationError, VerbsError
 
-__all__ = ["CHUNK", "RECEIVE_SLOTS", "SEND_RUNGS", "Attempt", "Rings", "locked_memory_limit", "register_rings"]
+__all__ = [
+    "CHUNK",
+    "RECEIVE_SLOTS",
+    "SEND_RUNGS",
+    "Attempt",
+    "Rings",
+    "limit_hint",
+    "locked_memory_limit",
+    "register_rings",
+]
 
 CHUNK: Final = _link.CHUNK
 """Bytes in a slot: what a ggml peer's receive slots hold."""
@@ -78,14 +87,16 @@ class Rings(Generic[R]):
         return len(self.attempts) > 1
 
 
-def register_rings(register: Callable[[int], R], *, receive_slots: int = RECEIVE_SLOTS) -> Rings[R]:
-    """The largest rings that can be had; ``register`` pins so many bytes.
+def register_rings(
+    register: Callable[[int], R], *, receive_slots: int = RECEIVE_SLOTS, depth: int = SEND_RUNGS[0]
+) -> Rings[R]:
+    """The largest rings that can be had, with at most ``depth`` send slots; ``register`` pins so many bytes.
 
     Raises ``RegistrationError`` with every rung in ``.attempts`` when the smallest did not fit, or when ``register``
     failed with anything but ENOMEM. Nothing stays registered then.
     """
     attempts: list[Attempt] = []
-    for send_slots in SEND_RUNGS:
+    for send_slots in (rung for rung in SEND_RUNGS if rung <= depth):
         send: R | None = None
         try:
             send = register(send_slots * CHUNK)
@@ -126,8 +137,15 @@ def _exhausted(attempts: list[Attempt]) -> RegistrationError:
         f" ({'; '.join(map(str, attempts))})",
         attempts=tuple(attempts),
         errno=errno.ENOMEM,
-        hint="raise the limit: ulimit -l unlimited, LimitMEMLOCK=infinity for systemd, --ulimit memlock=-1 for docker",
+        hint=limit_hint(limit),
     )
+
+
+def limit_hint(limit: int | None) -> str:
+    """What to do where memory could not be pinned under ``limit`` (see `locked_memory_limit`)."""
+    if limit is None:
+        return "no limit binds this process: the machine, or its control group, has no memory left that can be pinned"
+    return "raise the limit: ulimit -l unlimited, LimitMEMLOCK=infinity for systemd, --ulimit memlock=-1 for docker"
 
 
 def locked_memory_limit(process: Path = Path("/proc/self")) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -16,18 +17,31 @@ from weightwire.errors import (
     RegistrationError,
     VerbsError,
 )
+from weightwire.transport.devices import asks_for_a_device
 from weightwire.transport.rdma import RESPONSES, RdmaOffer, RdmaStream, offer_rdma
+from weightwire.transport.registration import SEND_RUNGS
 from weightwire.wire.caps import RdmaCaps
 
 if TYPE_CHECKING:
     from weightwire.errors import WeightwireError
     from weightwire.transport.tcp import TcpStream
 
-__all__ = ["ASKED_FOR_TCP", "Carrier", "accept", "carried_by", "check_transport", "offer", "on_tcp", "refused"]
+__all__ = [
+    "ASKED_FOR_TCP",
+    "WITHOUT",
+    "Carrier",
+    "accept",
+    "carried_by",
+    "check_transport",
+    "offer",
+    "on_tcp",
+    "refused",
+]
 
 _log = logging.getLogger(__name__)
 
 ASKED_FOR_TCP: Final = "TCP was asked for"
+WITHOUT: Final = "transport='auto' (or --transport auto) does without RDMA"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,16 +90,18 @@ def check_transport(value: object) -> str:
     raise ConfigError(f"transport={shown(value)} is not known", hint=f"one of {', '.join(TRANSPORTS)}")
 
 
-def offer(tcp: TcpStream) -> RdmaOffer | RdmaUnavailable:
-    """What can be offered to the peer of ``tcp``, or why nothing can."""
+def offer(tcp: TcpStream, *, optimized: bool = True) -> RdmaOffer | RdmaUnavailable:
+    """What can be offered to the peer of ``tcp``, or why nothing can. Unless ``optimized`` one SEND is in flight."""
     try:
-        return offer_rdma(tcp)
+        return offer_rdma(tcp, depth=max(SEND_RUNGS) if optimized else 1)
     except RdmaUnavailable as error:
-        return error
+        unavailable = error
     except (VerbsError, AllocationError) as error:
         unavailable = RdmaUnavailable(f"RDMA cannot be used: {error.detail}", reason=error.detail, hint=error.hint)
         unavailable.__cause__ = error
-        return unavailable
+    unavailable.endpoint = tcp.endpoint
+    unavailable.hint = unavailable.hint or WITHOUT
+    return unavailable
 
 
 def on_tcp(reason: str) -> Carrier:
@@ -100,9 +116,8 @@ def refused(error: WeightwireError) -> Carrier:
     if error.hint and isinstance(cause, RegistrationError):
         reason = f"{reason}; {error.hint}"
     attempts: tuple[Any, ...] = cause.attempts if isinstance(cause, RegistrationError) else ()
-    return Carrier(
-        "tcp", reason, registration=tuple(attempt.as_dict() for attempt in attempts), serious=cause is not None
-    )
+    serious = cause is not None or asks_for_a_device(os.environ)
+    return Carrier("tcp", reason, registration=tuple(attempt.as_dict() for attempt in attempts), serious=serious)
 
 
 def carried_by(stream: RdmaStream) -> Carrier:
@@ -119,14 +134,14 @@ def carried_by(stream: RdmaStream) -> Carrier:
     )
 
 
-def accept(tcp: TcpStream, theirs: bytes) -> tuple[RdmaStream, bytes] | Carrier:
+def accept(tcp: TcpStream, theirs: bytes, *, optimized: bool = True) -> tuple[RdmaStream, bytes] | Carrier:
     """The server's part, before it answers HELLO: the stream to serve a client over that offers ``theirs``, and our own
     24 bytes for the answer, which still goes over ``tcp``; or why the connection stays there.
     """
     try:
         if RdmaCaps.decode(theirs) is None:
             return on_tcp("the client does not offer RDMA")
-        offered = offer(tcp)
+        offered = offer(tcp, optimized=optimized)
         if isinstance(offered, RdmaUnavailable):
             return refused(offered)
         return offered.activate(tcp, theirs, RESPONSES), offered.caps

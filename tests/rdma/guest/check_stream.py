@@ -7,7 +7,6 @@ import os
 import resource
 import signal
 import socket
-import subprocess
 import tempfile
 import threading
 import time
@@ -16,16 +15,17 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from support.ends import tcp_ends
+from support.guest import ADDRESS
 from support.rdma import connect_rdma, request, response
 
 import weightwire.rdma
-from weightwire.errors import CompletionError, PeerClosed, RdmaUnavailable, RegistrationError, TransferTimeout
+from weightwire.errors import PeerClosed, RdmaUnavailable, RegistrationError, TransferTimeout
 from weightwire.ranges import FileRange
 from weightwire.transport.rdma import REQUESTS, RESPONSES, RdmaStream, offer_rdma
 from weightwire.transport.registration import CHUNK, locked_memory_limit
 from weightwire.transport.tcp import TcpStream
 
-ADDRESS = "10.77.0.1"
 NOBODY = 65534
 KIB = 1024
 PAYLOAD = os.urandom(CHUNK + 13) * 40
@@ -33,16 +33,9 @@ PAYLOAD = os.urandom(CHUNK + 13) * 40
 Pair = tuple[RdmaStream, RdmaStream]
 
 
-def tcp_ends() -> tuple[TcpStream, TcpStream]:
-    with socket.create_server((ADDRESS, 0)) as listener:
-        one = socket.create_connection(listener.getsockname())
-        other, _ = listener.accept()
-    return TcpStream(one, 30.0), TcpStream(other, 30.0)
-
-
 @pytest.fixture
 def pair() -> Iterator[Pair]:
-    client, server = connect_rdma(*tcp_ends())
+    client, server = connect_rdma(*tcp_ends(ADDRESS))
     yield client, server
     client.close()
     server.close()
@@ -271,7 +264,7 @@ def rung_in(kib: int) -> str:
             os.setgid(NOBODY)
             os.setuid(NOBODY)
             assert locked_memory_limit() == kib * KIB
-            one, other = tcp_ends()
+            one, other = tcp_ends(ADDRESS)
             try:
                 offer = offer_rdma(one, {})
                 text = str(offer.attempts[-1].send_slots)
@@ -301,28 +294,3 @@ def test_the_ladder_under_a_real_limit() -> None:
     assert set(depths) >= {8, 4, 2}
     assert found[4096].startswith("tcp: ")
     assert "within 64 KiB of locked memory" in found[64]
-
-
-def test_a_device_that_is_removed() -> None:
-    """The last one: afterwards there is none. The kernel lets go of a device once nobody holds it any more."""
-    client, server = connect_rdma(*tcp_ends())
-    client.send(request(1, b""))
-    assert server.recv(9) == request(1, b"")
-    removing = subprocess.Popen(["ip", "link", "delete", "veth0"])
-    time.sleep(1)
-    client.timeout = server.timeout = 10.0
-    with pytest.raises(CompletionError) as caught:
-        client.send(request(6, PAYLOAD))
-    print(caught.value)
-    with pytest.raises(CompletionError):
-        client.recv(1)
-    client.close()
-    # With its address gone, the end of the TCP connection does not arrive either: the deadline is what is left.
-    with pytest.raises(TransferTimeout):
-        server.recv_or_eof(1, timeout=1.0)
-    server.close()
-    assert removing.wait(30) == 0
-    deadline = time.monotonic() + 20
-    while weightwire.rdma.devices():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)

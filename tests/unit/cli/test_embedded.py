@@ -61,6 +61,26 @@ def test_one_that_does_not_start_says_why() -> None:
         pytest.fail("it did not start")
 
 
+def test_one_that_says_what_is_wrong_is_believed() -> None:
+    with pytest.raises(Failure) as caught, EmbeddedServer(host="192.0.2.1"):
+        pytest.fail("it did not start")
+    assert (caught.value.code, caught.value.kind) == (3, "TransportError")
+    assert caught.value.detail.startswith("the demo's server did not start: cannot listen on 192.0.2.1:0")
+    assert caught.value.hint
+
+
+def test_one_that_is_slow_to_end_has_its_own_exit_code() -> None:
+    code = "import os, time; os.close(1); time.sleep(0.3); os._exit(7)"
+    with pytest.raises(Failure, match=r"did not start \(exit code 7\)"), EmbeddedServer(command=script(code)):
+        pytest.fail("it did not start")
+
+
+def test_the_hint_is_the_command_that_was_run() -> None:
+    with pytest.raises(Failure) as caught, EmbeddedServer(("--transport", "rdma"), command=script("")):
+        pytest.fail("it did not start")
+    assert "'weightwire serve --port 0 --host 127.0.0.1 --transport rdma'" in caught.value.hint
+
+
 def test_one_that_says_nothing_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(embedded, "START_SECONDS", 0.2)
     with pytest.raises(Failure, match="did not start") as caught, EmbeddedServer(command=script("input()")) as server:

@@ -7,6 +7,8 @@ import logging
 import mmap
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from support.fakeverbs import FakeVerbs
 from support.leaks import LeakCheck
 
 from weightwire import Connection, Server, connect
+from weightwire.client import registered
 from weightwire.errors import ConfigError, TransportError
 
 MIB = 1 << 20
@@ -70,32 +73,98 @@ def test_a_write_goes_out_of_it_too(connection: Connection, server: Server) -> N
     assert server.tensors["a"].view() == array.data
 
 
-def test_over_the_limit(connection: Connection, fake: FakeVerbs, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("limit", [8 << 20, None])
+def test_over_the_limit(
+    connection: Connection,
+    fake: FakeVerbs,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    limit: int | None,
+) -> None:
+    monkeypatch.setattr(registered, "locked_memory_limit", lambda: limit)
     array = weights()
     fake.fault("reg_mr:ENOMEM")
     with caplog.at_level(logging.INFO, "weightwire"), connection.register(array) as memory:
         assert not memory.pinned
         assert "ibv_reg_mr" in memory.reason
+        assert ("within 8192 KiB of locked memory; raise the limit: ulimit -l" in memory.reason) == bool(limit)
+        assert ("no limit binds" in memory.reason) == (limit is None)
         profile = connection.push({"a": array}, verify=True).summary.profile
     assert profile.direct_bytes == 0
     assert profile.copied_bytes > array.nbytes
     assert "cannot be registered and will be copied" in caplog.text
 
 
-def test_a_read_only_mapping(connection: Connection, tmp_path_factory: pytest.TempPathFactory) -> None:
-    path = tmp_path_factory.mktemp("mapped") / "bytes"
+def test_any_other_refusal_is_told_as_it_is(connection: Connection, fake: FakeVerbs) -> None:
+    fake.fault("reg_mr:EFAULT")
+    with connection.register(weights()) as memory:
+        assert memory.reason.startswith("ibv_reg_mr: Bad address")
+        assert "limit" not in memory.reason
+
+
+@pytest.mark.parametrize("mode", ["r", "r+", "c"])
+def test_a_mapped_file_is_not_pinned(
+    connection: Connection, server: Server, fake: FakeVerbs, tmp_path: Path, mode: Any
+) -> None:
+    """Nothing would ever be sent out of it: what is pushed or written from there is read out of the file."""
+    path = tmp_path / "bytes"
     path.write_bytes(weights(MIB).tobytes())
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+    mapped = np.memmap(path, np.uint8, mode)
+    regions = fake.get("mrs")
+    with connection.register(mapped[4096:]) as memory:
+        assert fake.get("mrs") == regions
+        assert not memory.pinned
+        assert memory.reason == "it lies in a mapped file, which is read by position"
+        pushed = connection.push({"a": mapped}, verify=True)
+        assert pushed.summary.profile.direct_bytes == 0
+    pushed["a"].write(mapped[MIB // 2 :])
+    connection.barrier()
+    assert server.tensors["a"].view()[: MIB // 2] == mapped[MIB // 2 :].data
+
+
+def test_an_anonymous_mapping_is_pinned(connection: Connection) -> None:
+    with mmap.mmap(-1, MIB) as mapped:
         view = np.frombuffer(mapped, np.uint8)
-        with connection.register(view):
-            connection.push({"a": view}, verify=True)
-        del view
+        with connection.register(view) as memory:
+            assert memory.pinned
+            assert connection.push({"a": view}).summary.profile.direct_bytes == MIB
+        del view, memory
+        connection.close()
 
 
-@pytest.mark.parametrize("wrong", [np.zeros((4, 4))[:, 1], np.zeros(0), b"", 7, None, "text"])
-def test_what_cannot_be_registered_at_all(connection: Connection, wrong: object) -> None:
-    with pytest.raises(ConfigError, match="buffer"):
+@pytest.mark.parametrize("dtype", ["datetime64[s]", "timedelta64[ms]", "complex128", [("a", "<f4"), ("b", "<i8")]])
+def test_any_dtype(connection: Connection, server: Server, dtype: Any) -> None:
+    """numpy itself gives no buffer of some of them."""
+    array = weights(1200).view(np.dtype(dtype)) if not isinstance(dtype, list) else np.zeros(100_000, dtype)
+    array = np.resize(array, 100_000)
+    pushed = connection.push({"a": np.zeros(array.nbytes, np.uint8)})
+    with connection.register(array) as memory:
+        assert memory.pinned
+        assert memory.nbytes == array.nbytes
+        pushed["a"].write(array)
+        assert connection.push({"b": array}, verify=True).summary.profile.direct_bytes == array.nbytes
+    assert bytes(pushed["a"].read()) == array.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (np.zeros((4, 4))[:, 1], "not contiguous"),
+        (np.zeros((4, 4), "datetime64[s]")[:, 1], "not contiguous"),
+        (np.zeros(3, object), "Python objects"),
+        (np.zeros(0), "empty"),
+        (b"", "empty"),
+        (7, "no buffer"),
+        (None, "no buffer"),
+        ("text", "no buffer"),
+    ],
+)
+def test_what_cannot_be_registered_at_all(connection: Connection, wrong: object, says: str) -> None:
+    with pytest.raises(ConfigError, match=says) as caught:
         connection.register(wrong)  # type: ignore[arg-type]
+    assert caught.value.hint
+    assert "contiguous" in caught.value.hint or says != "not contiguous"
+    assert "contiguous" not in caught.value.hint or says == "not contiguous"
 
 
 def test_the_buffer_lives_as_long(connection: Connection, fake: FakeVerbs) -> None:
@@ -118,7 +187,12 @@ def test_the_buffer_lives_as_long(connection: Connection, fake: FakeVerbs) -> No
 def test_closing_the_connection_lets_go(server: Server) -> None:
     with connect(server.endpoints[0], transport="rdma") as connection:
         memory = connection.register(weights())
+        assert memory.pinned
+    assert not memory.pinned
+    assert memory.reason == "the connection was closed"
+    assert "not pinned" in repr(memory)
     memory.close()
+    assert memory.reason == "it was closed"
     with pytest.raises(TransportError):
         connection.register(weights())
 

@@ -1,7 +1,11 @@
 from __future__ import annotations
 
+import mmap
+import os
 import struct
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,7 +13,7 @@ from support.scripted import ScriptedServer, StandIn
 
 from weightwire import Connection, connect
 from weightwire.client.remote import READ_CHUNK
-from weightwire.errors import AllocationError, ConfigError, ProtocolError, TransportError
+from weightwire.errors import AllocationError, ConfigError, ModelError, ProtocolError, TransportError
 
 
 @pytest.fixture
@@ -278,3 +282,39 @@ def test_a_maximum_of_zero(server: StandIn, connection: Connection) -> None:
     server.max_size = 0
     with pytest.raises(ProtocolError, match="0 bytes"):
         connection.max_size()
+
+
+@pytest.mark.parametrize("dtype", ["datetime64[s]", [("O", "<f4"), ("b", "<i4")]])
+def test_any_dtype_is_written_as_its_bytes(connection: Connection, dtype: object) -> None:
+    array = np.arange(16, dtype="<i8").view(np.dtype(dtype))  # type: ignore[call-overload]
+    tensor = connection.allocate(4096).tensor("t", "i8", (128,))
+    tensor.write(array)
+    assert tensor.read().tobytes() == array.tobytes()
+    into = np.zeros_like(array)
+    tensor.read_into(into)
+    assert into.tobytes() == array.tobytes()
+    with pytest.raises(ConfigError, match="not contiguous"):
+        tensor.write(array[::2])
+
+
+def test_objects_are_no_bytes(connection: Connection) -> None:
+    tensor = connection.allocate(4096).tensor("t", "i8", (128,))
+    for array in (np.zeros(16, object), np.zeros(8, [("a", object), ("b", "<i8")])):
+        with pytest.raises(ConfigError, match="Python objects"):
+            tensor.write(array)
+
+
+@pytest.mark.parametrize("mode", ["r", "c"])
+def test_what_lies_in_a_mapped_file_is_read_by_position(connection: Connection, tmp_path: Path, mode: Any) -> None:
+    """So that one which is cut short is an error, and not the end of the process."""
+    path = tmp_path / "bytes"
+    data = np.random.default_rng(3).bytes(3 * mmap.PAGESIZE)
+    path.write_bytes(data)
+    mapped = np.memmap(path, np.uint8, mode)
+    tensor = connection.allocate(1 << 16).tensor("t", "i8", (len(data),))
+    tensor.write(mapped)
+    tensor.write(mapped[:100], offset=50)
+    assert tensor.read().tobytes() == data[:50] + data[:100] + data[150:]
+    os.truncate(path, mmap.PAGESIZE)
+    with pytest.raises((ModelError, TransportError)):
+        tensor.write(mapped)

@@ -10,13 +10,15 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
-from support.fakeverbs import FakeVerbs
+from support.fakeverbs import RETRY_EXC_ERR, FakeVerbs
 from support.leaks import LeakCheck
+from support.rdma import pair_number
 from support.scripted import Peer, ScriptedServer, StandIn, hello_answer
 
 import weightwire
 from weightwire import Server, connect
 from weightwire.errors import (
+    CompletionError,
     ConfigError,
     PeerClosed,
     ProtocolError,
@@ -25,11 +27,12 @@ from weightwire.errors import (
     TransferTimeout,
     VersionError,
 )
-from weightwire.transport import negotiate
-from weightwire.transport.rdma import RdmaOffer, offer_rdma
+from weightwire.transport import negotiate, registration
+from weightwire.transport.rdma import RdmaOffer, RdmaStream, offer_rdma
 from weightwire.transport.tcp import TcpStream
 
 KIB = 1024
+NOT_TAKEN_UP = "the server did not take up the offer of RDMA: it does without, or could not and logs why"
 TCP_MEMBERS = {"kind", "device", "gid", "send_depth", "reason", "registration", "local", "peer"}
 ARRAYS = {
     "large": np.arange(3 << 20, dtype=np.uint8),
@@ -54,7 +57,7 @@ def test_both_ends_can(fake: FakeVerbs, no_leaks: LeakCheck, caplog: pytest.LogC
             assert np.array_equal(result["small.7"].numpy(), ARRAYS["small.7"])
             profile = result.summary.profile
             assert profile.direct_bytes == 0
-            assert profile.copied_bytes > profile.bytes
+            assert profile.copied_bytes > profile.set_tensor_bytes > 0
             assert connection.devices()
             assert fake.get("qps") == 2
         connection.close()
@@ -92,7 +95,7 @@ def test_a_version_the_user_names_decides(fake: FakeVerbs) -> None:
     [
         ("tcp", "auto", "TCP was asked for"),
         ("tcp", "tcp", "TCP was asked for"),
-        ("auto", "tcp", "the server does not offer RDMA"),
+        ("auto", "tcp", NOT_TAKEN_UP),
     ],
 )
 def test_one_end_wants_tcp(fake: FakeVerbs, no_leaks: LeakCheck, ours: str, theirs: str, reason: str) -> None:
@@ -107,7 +110,7 @@ def test_one_end_wants_tcp(fake: FakeVerbs, no_leaks: LeakCheck, ours: str, thei
 def test_required_and_not_offered(fake: FakeVerbs, no_leaks: LeakCheck) -> None:
     with Server(port=0, transport="tcp") as server, pytest.raises(RdmaUnavailable) as caught:
         connect(server.endpoints[0], transport="rdma")
-    assert caught.value.reason == "the server does not offer RDMA"
+    assert caught.value.reason == NOT_TAKEN_UP
 
 
 @pytest.mark.parametrize("wrong", ["", "RDMA", "udp", None, 7])
@@ -190,7 +193,10 @@ def test_the_stock_variables_choose(fake: FakeVerbs, monkeypatch: pytest.MonkeyP
 # Memory.
 
 
-def test_a_limit_of_64_kib(fake: FakeVerbs, no_leaks: LeakCheck, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_limit_of_64_kib(
+    fake: FakeVerbs, no_leaks: LeakCheck, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registration, "locked_memory_limit", lambda: 64 * KIB)
     fake.set("budget", 64 * KIB)
     with (
         caplog.at_level(logging.WARNING, "weightwire"),
@@ -224,7 +230,7 @@ def test_fewer_slots(fake: FakeVerbs, no_leaks: LeakCheck, caplog: pytest.LogCap
 def test_no_memory_at_the_server(fake: FakeVerbs, no_leaks: LeakCheck, caplog: pytest.LogCaptureFixture) -> None:
     fake.set("budget", 33 * 256 * KIB)
     with Server(port=0) as server, connect(server.endpoints[0]) as connection:
-        assert connection.transport["reason"] == "the server does not offer RDMA"
+        assert connection.transport["reason"] == NOT_TAKEN_UP
         connection.push(ARRAYS, verify=True)
     assert "on TCP: no rings fit" in caplog.text
 
@@ -238,7 +244,7 @@ def test_the_server_cannot_activate(
 ) -> None:
     fake.fault(f"modify_qp:{step}:ETIMEDOUT", times=1)
     with Server(port=0) as server, connect(server.endpoints[0]) as connection:
-        assert connection.transport["reason"] == "the server does not offer RDMA"
+        assert connection.transport["reason"] == NOT_TAKEN_UP
         connection.push(ARRAYS, verify=True)
     assert f"on TCP: ibv_modify_qp to {step}: Connection timed out" in caplog.text
 
@@ -326,7 +332,9 @@ def test_a_server_that_announces_and_never_activates(
         assert any(heard[0])
         assert connection.transport["kind"] == "tcp"
         assert reason in str(connection.transport["reason"])
-        assert "connecting again on TCP" in caplog.text
+        lines = [record.getMessage() for record in caplog.records if "does not work" in record.getMessage()]
+        assert len(lines) == 1, "said once"
+        assert "connecting again on TCP" in lines[0]
         assert fake.get("qps") == 1, "the bystander's"
         connection.push({"a": np.ones(9, np.float32)}, verify=True)
     fake.set("stall", 0)
@@ -419,6 +427,21 @@ def test_a_device_that_vanishes(fake: FakeVerbs, no_leaks: LeakCheck) -> None:
         with pytest.raises(weightwire.WeightwireError):
             connection.barrier()
         assert connection.closed
+
+
+def test_a_queue_pair_that_breaks_names_the_tensor(fake: FakeVerbs, no_leaks: LeakCheck) -> None:
+    with Server(port=0) as server, connect(server.endpoints[0], timeout=20, transport="rdma") as connection:
+        stream = connection._stream
+        assert isinstance(stream, RdmaStream)
+
+        def cut(name: str, done: int, total: int) -> None:
+            fake.fail_pair(pair_number(stream), RETRY_EXC_ERR)
+
+        with pytest.raises(CompletionError) as caught:
+            connection.push({"first": np.ones(1 << 20, np.uint8), "second": np.ones(16 << 20, np.uint8)}, progress=cut)
+        assert caught.value.tensor == "second"
+        assert 0 < caught.value.bytes_done < 16 << 20
+        assert "during SET_TENSOR of tensor 'second'" in caught.value.detail
 
 
 def test_a_fork_leaves_the_connection_alone(fake: FakeVerbs) -> None:

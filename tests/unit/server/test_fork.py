@@ -3,32 +3,20 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import time
-from collections.abc import Callable
 
 import pytest
+from support.fakeverbs import FakeVerbs
+from support.forks import in_a_fork
 from support.leaks import LeakCheck, eventually
 from support.raw_client import RawClient
 
+from weightwire import connect
 from weightwire.errors import ConfigError
 from weightwire.server import Server
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")
-
-
-def in_a_fork(work: Callable[[], object]) -> int:
-    """Run ``work`` in a forked child; its exit code, 0 unless something was raised."""
-    child = os.fork()
-    if child == 0:
-        try:
-            signal.alarm(20)
-            work()
-        except BaseException:
-            os._exit(1)
-        os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def sockets() -> int:
@@ -117,3 +105,45 @@ def test_a_server_of_before_the_fork_can_be_started_after_it(no_leaks: LeakCheck
 
     assert in_a_fork(serve) == 0
     server.close()
+
+
+def test_what_a_child_may_ask(no_leaks: LeakCheck) -> None:
+    with Server(port=0, retain="process") as server:
+        with RawClient(server.port) as client:
+            client.set(client.place("t", 100, client.allocate(100)), b"x" * 100)
+            client.barrier()
+
+            def ask() -> None:
+                assert server.clients == 0
+                assert server.tensors["t"].view() == b"x" * 100
+                with pytest.raises(ConfigError, match="process that started it"):
+                    server.forget("t")
+                with pytest.raises(ConfigError, match="process that started it"):
+                    server.stats()
+
+            assert in_a_fork(ask) == 0
+            client.barrier()
+        assert server.forget("t")
+
+
+@pytest.mark.parametrize("transport", ["tcp", "rdma"])
+def test_a_hook_that_forks_and_comes_back(fake: FakeVerbs, no_leaks: LeakCheck, transport: str) -> None:
+    """The child is in the midst of serving a client, and must not answer in the parent's place."""
+    parent = os.getpid()
+    children: list[int] = []
+
+    def fork(tensor: object) -> None:
+        child = os.fork()
+        if child:
+            children.append(child)
+
+    with Server(port=0, on_tensor=fork) as server:
+        with connect(server.endpoints[0], timeout=20, transport=transport) as connection:
+            assert connection.transport["kind"] == transport
+            for _ in range(3):
+                connection.push({"t": memoryview(b"x" * 5000)}, verify=True)
+        assert os.getpid() == parent
+    # Once the session that a child has come back to has ended, so has the only thread it has.
+    assert len(children) == 3
+    for child in children:
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from support.fakeverbs import RETRY_EXC_ERR, FakeVerbs
-from support.leaks import LeakCheck
+from support.leaks import LeakCheck, eventually
 from support.rdma import pair_number, request
 
 from weightwire import Server, connect
 from weightwire.errors import ConfigError, PeerClosed, RdmaUnavailable, TransportError, VersionError
-from weightwire.transport.rdma import REQUESTS, RdmaOffer, RdmaStream, offer_rdma
+from weightwire.server import listener
+from weightwire.transport.rdma import REQUESTS, RING_BYTES, RdmaOffer, RdmaStream, offer_rdma
 from weightwire.transport.tcp import TcpStream, connect_tcp
 from weightwire.wire import Command
 from weightwire.wire.caps import RdmaCaps
@@ -202,13 +204,32 @@ def test_a_server_that_was_told_to_stay(fake: FakeVerbs, no_leaks: LeakCheck) ->
 # RDMA and nothing else.
 
 
-def test_required_of_the_client(fake: FakeVerbs, no_leaks: LeakCheck, caplog: pytest.LogCaptureFixture) -> None:
+def test_required_of_the_client(
+    fake: FakeVerbs, no_leaks: LeakCheck, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with Server(port=0, transport="rdma") as server:
         with connect(server.endpoints[0]) as connection:
             assert connection.transport["kind"] == "rdma"
-        with pytest.raises(VersionError, match="refuses this client"):
+        with pytest.raises(VersionError, match=r"requires RDMA, which was not offered \(TCP was asked for\)"):
             connect(server.endpoints[0], transport="tcp")
-    assert "HELLO: RDMA is required here: the client does not offer RDMA; connection closed" in caplog.text
+        with pytest.raises(VersionError, match=r"not offered \(protocol 3\.6 has no RDMA\)"):
+            connect(server.endpoints[0], protocol="3.6")
+        monkeypatch.setenv("GGML_RPC_NO_RDMA", "1")
+        with pytest.raises(VersionError, match=r"not offered \(GGML_RPC_NO_RDMA is set\)"):
+            connect(server.endpoints[0])
+    lines = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(lines) == 3, "one for each"
+    for line in lines:
+        assert "HELLO: RDMA is required here: the client does not offer RDMA; connection closed" in line
+
+
+def test_a_client_of_an_old_protocol_is_told_of_as_ever(
+    fake: FakeVerbs, no_leaks: LeakCheck, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Server(port=0, transport="rdma") as server, connect_tcp(server.endpoints[0], 20.0) as tcp:
+        tcp.send(request(Command.HELLO, b""))
+        assert tcp.recv_or_eof(1) is None
+    assert "0 bytes declared, and protocol 7.0 has 24" in caplog.text
 
 
 def test_required_and_it_goes_on_over_tcp(
@@ -223,10 +244,173 @@ def test_required_and_it_goes_on_over_tcp(
     assert "RDMA is required here: the peer announced RDMA and goes on over TCP" in caplog.text
 
 
-def test_required_without_a_device(fake: FakeVerbs, no_leaks: LeakCheck) -> None:
+def without_devices(fake: FakeVerbs, monkeypatch: pytest.MonkeyPatch) -> None:
     fake.set("devices", 0)
-    with pytest.raises(RdmaUnavailable, match="no RDMA device"), Server(port=0, transport="rdma"):
-        raise AssertionError("it started")
+
+
+def with_its_port_down(fake: FakeVerbs, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake.set("port_state", 1)
+
+
+def without_memory(fake: FakeVerbs, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake.set("budget", 64 << 10)
+
+
+def without_addresses(fake: FakeVerbs, monkeypatch: pytest.MonkeyPatch) -> None:
+    for index in (1, 2, 4):
+        fake.gid(index, None)
+
+
+def switched_off(fake: FakeVerbs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GGML_RPC_NO_RDMA", "1")
+
+
+def with_another_device_named(fake: FakeVerbs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GGML_RDMA_DEV", "mlx5_0")
+
+
+def with_a_gid_named_that_is_empty(fake: FakeVerbs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GGML_RDMA_GID", "9")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "::", "localhost"])
+@pytest.mark.parametrize(
+    ("arrange", "reason"),
+    [
+        (without_devices, "this machine has no RDMA device"),
+        (with_its_port_down, "port 1 of fake0 is down"),
+        (without_memory, "no rings fit"),
+        (without_addresses, "no GID of fake0 is the local address"),
+        (switched_off, "GGML_RPC_NO_RDMA is set"),
+        (with_another_device_named, "no RDMA device 'mlx5_0'"),
+        (with_a_gid_named_that_is_empty, "no device has GID 9"),
+    ],
+)
+def test_required_where_nobody_could_be_served(
+    fake: FakeVerbs,
+    no_leaks: LeakCheck,
+    monkeypatch: pytest.MonkeyPatch,
+    host: str,
+    arrange: Callable[[FakeVerbs, pytest.MonkeyPatch], None],
+    reason: str,
+) -> None:
+    arrange(fake, monkeypatch)
+    with pytest.raises(RdmaUnavailable, match="RDMA is required, and no client could be served") as caught:
+        Server(host, 0, transport="rdma").start()
+    assert reason in caught.value.reason
+    assert caught.value.hint
+    assert fake.handles() == {}
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "::"])
+def test_required_where_somebody_can(fake: FakeVerbs, no_leaks: LeakCheck, host: str) -> None:
+    with Server(host, 0, transport="rdma") as server, connect(f"127.0.0.1:{server.port}") as connection:
+        assert connection.transport["kind"] == "rdma"
+
+
+def test_one_address_with_a_device_is_enough(fake: FakeVerbs, no_leaks: LeakCheck) -> None:
+    for index in (1, 2):
+        fake.gid(index, None)
+    with Server("::", 0, transport="rdma") as server:
+        with connect(f"[::1]:{server.port}") as connection:
+            assert connection.transport["gid"] == "::1"
+        with pytest.raises(VersionError, match="requires RDMA"):
+            connect(f"127.0.0.1:{server.port}")
+
+
+@pytest.mark.parametrize("transport", ["auto", "rdma"])
+def test_a_variable_that_cannot_be_used(fake: FakeVerbs, monkeypatch: pytest.MonkeyPatch, transport: str) -> None:
+    monkeypatch.setenv("GGML_RDMA_GID", "abc")
+    with pytest.raises(ConfigError, match="environment variable GGML_RDMA_GID"):
+        Server(port=0, transport=transport).start()
+    with Server(port=0, transport="tcp") as server:
+        with pytest.raises(ConfigError, match="environment variable GGML_RDMA_GID"):
+            connect(server.endpoints[0], transport=transport)
+        with connect(server.endpoints[0], transport="tcp") as connection:
+            connection.barrier()
+
+
+# Between requests.
+
+
+def test_a_queue_pair_that_breaks_between_requests(
+    client: Client, server: Server, fake: FakeVerbs, caplog: pytest.LogCaptureFixture
+) -> None:
+    stream = client.rise()
+    stream.send(MAX_SIZE)
+    assert stream.recv(16) == ANSWER
+    caps = RdmaCaps.decode(client.theirs)
+    assert caps is not None
+    fake.forge(caps.number, receiving=True, id=1, status=RETRY_EXC_ERR)
+    assert eventually(lambda: server.clients == 0)
+    (line,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert "between requests: receiving from" in line
+    assert "a completion failed" in line
+    assert line.endswith("connection closed")
+    stream.close()
+
+
+def test_senseless_sends_between_requests(
+    client: Client, server: Server, fake: FakeVerbs, caplog: pytest.LogCaptureFixture
+) -> None:
+    stream = client.rise()
+    stream.send(MAX_SIZE)
+    assert stream.recv(16) == ANSWER
+    caps = RdmaCaps.decode(client.theirs)
+    assert caps is not None
+    fake.forge(caps.number, receiving=True, id=0, nbytes=(256 << 10) + 1)
+    assert eventually(lambda: server.clients == 0)
+    assert "between requests: receiving from" in caplog.text
+    assert "does not fit a slot" in caplog.text or "nothing that was posted" in caplog.text
+    stream.close()
+
+
+def test_a_client_that_leaves_is_nothing_to_warn_of(
+    client: Client, server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    stream = client.rise()
+    stream.send(MAX_SIZE)
+    assert stream.recv(16) == ANSWER
+    stream.close()
+    assert eventually(lambda: server.clients == 0)
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+# How much is pinned.
+
+
+def test_pinned_memory_is_bounded(
+    fake: FakeVerbs, no_leaks: LeakCheck, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(listener, "MAX_PINNED", 2 * RING_BYTES + 5)
+    with Server(port=0) as server, contextlib.ExitStack() as stack:
+        first, second = (stack.enter_context(connect(server.endpoints[0])) for _ in range(2))
+        third = stack.enter_context(connect(server.endpoints[0]))
+        assert [each.transport["kind"] for each in (first, second, third)] == ["rdma", "rdma", "tcp"]
+        third.barrier()
+        assert "on TCP: 2 clients are on RDMA already, which is the most" in caplog.text
+        second.close()
+        assert eventually(lambda: server.clients == 2)
+        fourth = stack.enter_context(connect(server.endpoints[0], transport="rdma"))
+        # One that agrees and goes on over TCP gives its place back, too.
+        fourth.close()
+        assert eventually(lambda: server.clients == 2)
+        late = Client(server)
+        late.tcp.send(MAX_SIZE)
+        assert late.tcp.recv(16) == ANSWER
+        stack.enter_context(connect(server.endpoints[0], transport="rdma"))
+        late.close()
+
+
+def test_a_client_that_cannot_be_served_over_rdma_takes_no_place(
+    fake: FakeVerbs, no_leaks: LeakCheck, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listener, "MAX_PINNED", RING_BYTES)
+    with Server(port=0) as server:
+        apple = Client(server, APPLE)
+        with connect(server.endpoints[0], transport="rdma") as connection:
+            connection.barrier()
+        apple.close()
 
 
 @pytest.mark.parametrize("protocol", ["1.0", "3.6"])

@@ -29,6 +29,12 @@ class Background:
         self._thread = threading.Thread(target=run)
         self._thread.start()
 
+    @property
+    def native_id(self) -> int:
+        """The thread's number in /proc."""
+        assert self._thread.native_id is not None
+        return self._thread.native_id
+
     def running(self) -> bool:
         return self._thread.is_alive()
 
@@ -43,18 +49,6 @@ class Background:
 @pytest.fixture
 def background() -> type[Background]:
     return Background
-
-
-@pytest.fixture
-def pair() -> Iterator[tuple[TcpStream, TcpStream]]:
-    """Two ends over loopback TCP."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        one = socket.create_connection(listener.getsockname())
-        other, _ = listener.accept()
-    a, b = TcpStream(one, 30.0), TcpStream(other, 30.0)
-    yield a, b
-    a.close()
-    b.close()
 
 
 @pytest.fixture

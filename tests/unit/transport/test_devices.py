@@ -6,8 +6,16 @@ import pytest
 from support.fakeverbs import ROCE_V1, ROCE_V2, FakeVerbs
 
 import weightwire.rdma
-from weightwire.errors import RdmaUnavailable, VerbsError
-from weightwire.transport.devices import address_gid, choose, list_devices
+from weightwire.errors import ConfigError, RdmaUnavailable, VerbsError
+from weightwire.transport.devices import (
+    address_gid,
+    asks_for_a_device,
+    check_environment,
+    choose,
+    device_addresses,
+    list_devices,
+)
+from weightwire.transport.rdma import usable_address
 
 PORT_DOWN = 1
 
@@ -130,8 +138,96 @@ def test_an_address_no_device_has(fake: FakeVerbs) -> None:
 
 def test_a_port_that_is_down(fake: FakeVerbs) -> None:
     fake.set("port_state", PORT_DOWN)
-    with pytest.raises(RdmaUnavailable, match="port 1 of fake0 is down"):
+    with pytest.raises(RdmaUnavailable) as caught:
         choose("127.0.0.1", {})
+    assert caught.value.reason == "port 1 of fake0 is down"
+    assert "interface up" in caught.value.hint
+    assert device_addresses({}) == []
+
+
+def test_a_reason_has_a_hint(fake: FakeVerbs) -> None:
+    for environ in ({"GGML_RPC_NO_RDMA": ""}, {"GGML_RDMA_DEV": "mlx5_0"}, {"GGML_RDMA_GID": "200"}, {}):
+        with pytest.raises(RdmaUnavailable) as caught:
+            choose("192.0.2.1", environ)
+        assert caught.value.hint, environ
+    assert "127.0.0.1, ::1" in caught.value.hint
+    fake.set("devices", 0)
+    with pytest.raises(RdmaUnavailable) as caught:
+        choose("192.0.2.1", {})
+    assert caught.value.hint
+
+
+# Addresses of this machine.
+
+
+def test_addresses_that_a_device_leads_to(fake: FakeVerbs) -> None:
+    """A GID need not be an address here: the table of a device in another network namespace, say."""
+    fake.gid(5, "198.51.100.7", ROCE_V1)
+    assert device_addresses({}) == ["127.0.0.1", "::1"]
+    assert device_addresses({"GGML_RDMA_DEV": "fake0"}) == ["127.0.0.1", "::1"]
+    assert device_addresses({"GGML_RDMA_DEV": "mlx5_0"}) == []
+    fake.gid(4, None)
+    assert device_addresses({}) == ["127.0.0.1"]
+    fake.fault("open_device:EIO")
+    assert device_addresses({}) == []
+
+
+@pytest.mark.parametrize(
+    ("addresses", "found"),
+    [
+        (["127.0.0.1"], "127.0.0.1"),
+        (["192.0.2.1", "::1"], "::1"),
+        (["0.0.0.0"], "127.0.0.1"),
+        (["::"], "127.0.0.1"),
+    ],
+)
+def test_an_address_that_will_do(fake: FakeVerbs, addresses: list[str], found: str) -> None:
+    assert usable_address(addresses, {}) == found
+    assert fake.handles() == {}
+
+
+def test_every_address_of_another_family(fake: FakeVerbs) -> None:
+    """Who listens on 0.0.0.0 is not reached over IPv6."""
+    fake.gid(1, None)
+    fake.gid(2, None)
+    assert usable_address(["::"], {}) == "::1"
+    with pytest.raises(RdmaUnavailable):
+        usable_address(["0.0.0.0"], {})
+
+
+def test_no_address_will_do(fake: FakeVerbs) -> None:
+    with pytest.raises(RdmaUnavailable) as caught:
+        usable_address(["192.0.2.1", "192.0.2.2"], {})
+    assert "192.0.2.1" in caught.value.reason
+    assert "192.0.2.2" in caught.value.reason
+    fake.fault("reg_mr:ENOMEM")
+    with pytest.raises(RdmaUnavailable, match="no rings fit"):
+        usable_address(["::"], {})
+    assert fake.handles() == {}
+
+
+# What the environment may say.
+
+
+@pytest.mark.parametrize("value", ["abc", "-1", "1x", "256", " 1", "1.0", "١", "9" * 5000])
+def test_an_index_that_is_none_anywhere(fake: FakeVerbs, value: str) -> None:
+    with pytest.raises(ConfigError, match="environment variable GGML_RDMA_GID"):
+        check_environment({"GGML_RDMA_GID": value})
+    check_environment({"GGML_RDMA_GID": value, "GGML_RPC_NO_RDMA": ""})
+    with pytest.raises(RdmaUnavailable, match="not an index"):
+        choose("127.0.0.1", {"GGML_RDMA_GID": value})
+
+
+@pytest.mark.parametrize("value", ["", "0", "3", "255", "007"])
+def test_an_index_that_may_be_one(value: str) -> None:
+    check_environment({"GGML_RDMA_GID": value})
+
+
+def test_who_names_a_device_wants_to_know() -> None:
+    assert asks_for_a_device({"GGML_RDMA_DEV": "mlx5_0"})
+    assert asks_for_a_device({"GGML_RDMA_GID": "1"})
+    assert not asks_for_a_device({"GGML_RDMA_GID": "", "OTHER": "1"})
+    assert not asks_for_a_device({"GGML_RDMA_DEV": "mlx5_0", "GGML_RPC_NO_RDMA": "1"})
 
 
 def test_version_one_alone_will_do(fake: FakeVerbs) -> None:

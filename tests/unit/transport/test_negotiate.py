@@ -318,3 +318,32 @@ def test_an_endpoint_that_is_none(endpoint: str) -> None:
     with pytest.raises(ConfigError, match="endpoint") as caught:
         open_connection(endpoint, 1.0)
     assert caught.value.hint
+
+
+def test_a_server_that_was_asked_nothing_is_not_busy(no_leaks: LeakCheck, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Connecting took all the time there was."""
+    connecting = negotiate.connect_tcp
+
+    def slow(endpoint: str, timeout: float) -> object:
+        stream = connecting(endpoint, 20.0)
+        threading.Event().wait(timeout)
+        return stream
+
+    monkeypatch.setattr(negotiate, "connect_tcp", slow)
+    heard: list[bytes] = []
+    with ScriptedServer(lambda peer: heard.append(peer.rest())) as scripted, pytest.raises(TransferTimeout) as caught:
+        open_connection(scripted.endpoint, 0.05)
+    assert not isinstance(caught.value, ServerBusy)
+    assert heard == [b""]
+
+
+def test_rdma_of_a_version_that_has_none_is_refused_before_connecting() -> None:
+    with pytest.raises(ConfigError, match=r"protocol 3\.0 has no RDMA"):
+        open_connection("127.0.0.1:1", 1.0, "3.0", "rdma")
+
+
+def test_a_busy_server_may_want_rdma(monkeypatch: pytest.MonkeyPatch, no_leaks: LeakCheck) -> None:
+    monkeypatch.setattr(negotiate, "_HELD", 0.1)
+    with ScriptedServer(held(0.3), held(0.3)) as scripted, pytest.raises(ServerBusy) as caught:
+        open_connection(scripted.endpoint, 20.0, transport="tcp")
+    assert "or it requires RDMA, which was not offered: TCP was asked for" in caught.value.hint

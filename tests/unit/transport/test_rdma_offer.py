@@ -12,6 +12,7 @@ from support.fakeverbs import FakeVerbs
 from support.rdma import request
 
 from weightwire.errors import ProtocolError, RdmaUnavailable, RegistrationError, TransportError, VerbsError
+from weightwire.transport import registration
 from weightwire.transport.rdma import REQUESTS, RESPONSES, offer_rdma
 from weightwire.transport.registration import CHUNK
 from weightwire.transport.tcp import TcpStream
@@ -84,7 +85,8 @@ def test_the_driver_pins_too(fake: FakeVerbs, tcp_pair: Ends, caplog: pytest.Log
     offer.close()
 
 
-def test_no_memory_at_all(fake: FakeVerbs, tcp_pair: Ends) -> None:
+def test_no_memory_at_all(fake: FakeVerbs, tcp_pair: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registration, "locked_memory_limit", lambda: 64 * KIB)
     fake.set("budget", 64 * KIB)
     with pytest.raises(RdmaUnavailable) as caught:
         offer_rdma(tcp_pair[0], {})

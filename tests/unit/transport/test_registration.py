@@ -9,6 +9,7 @@ from support.fakeverbs import FakeVerbs
 
 from weightwire._native import _verbs
 from weightwire.errors import RegistrationError, VerbsError
+from weightwire.transport import registration
 from weightwire.transport.memory import HostRegion
 from weightwire.transport.registration import CHUNK, RECEIVE_SLOTS, Attempt, locked_memory_limit, register_rings
 
@@ -67,8 +68,20 @@ def test_the_depth_that_a_limit_allows(kib: int, depth: int, failed: list[str]) 
     assert budget.left == kib * KIB - (depth + RECEIVE_SLOTS) * CHUNK, "a rung that failed kept something"
 
 
+@pytest.mark.parametrize(("most", "rungs"), [(8, (8, 4, 2, 1)), (4, (4, 2, 1)), (1, (1,))])
+def test_the_ladder_starts_at_the_depth_asked_for(most: int, rungs: tuple[int, ...]) -> None:
+    budget = Budget(1 << 30)
+    rings = register_rings(budget.register, depth=most)
+    assert (rings.send_slots, rings.degraded, rings.send.nbytes) == (most, False, most * CHUNK)
+    with pytest.raises(RegistrationError) as caught:
+        register_rings(Budget(0).register, depth=most)
+    assert tuple(attempt.send_slots for attempt in caught.value.attempts) == rungs
+
+
+@pytest.mark.parametrize("limit", [8 << 20, None])
 @pytest.mark.parametrize("kib", [6399, 2048, 300, 64, 0])
-def test_past_the_last_rung(kib: int) -> None:
+def test_past_the_last_rung(kib: int, limit: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registration, "locked_memory_limit", lambda: limit)
     budget = Budget(kib * KIB)
     with pytest.raises(RegistrationError) as caught:
         register_rings(budget.register)
@@ -80,7 +93,13 @@ def test_past_the_last_rung(kib: int) -> None:
     )
     assert caught.value.errno == errno.ENOMEM
     assert "6400 KiB" in caught.value.detail
-    assert "ulimit -l" in caught.value.hint
+    if limit is None:
+        assert "no rings fit without a limit of locked memory" in caught.value.detail
+        assert "no limit binds" in caught.value.hint
+        assert "raise" not in caught.value.hint
+    else:
+        assert "no rings fit within 8192 KiB of locked memory" in caught.value.detail
+        assert "ulimit -l" in caught.value.hint
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.EINVAL, errno.EPERM, errno.ENODEV])

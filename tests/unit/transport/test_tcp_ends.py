@@ -19,8 +19,8 @@ DATA = bytes(range(256)) * (12 * 1024)
 
 @pytest.mark.parametrize("end", ["shutdown", "close"])
 @pytest.mark.parametrize("size", [10, MiB])
-def test_a_blocked_reader_is_woken(pair, background, no_fd_leak, end: str, size: int) -> None:
-    _, b = pair
+def test_a_blocked_reader_is_woken(tcp_pair, background, no_fd_leak, end: str, size: int) -> None:
+    _, b = tcp_pair
     reader = background(lambda: b.recv(size, timeout=None))
     waiter = threading.Event()
     waiter.wait(0.05)
@@ -29,8 +29,8 @@ def test_a_blocked_reader_is_woken(pair, background, no_fd_leak, end: str, size:
         reader.result()
 
 
-def test_an_idle_session_ends_quietly(pair, background) -> None:
-    _, b = pair
+def test_an_idle_session_ends_quietly(tcp_pair, background) -> None:
+    _, b = tcp_pair
     reader = background(lambda: b.recv_or_eof(9, timeout=None))
     threading.Event().wait(0.05)
     b.shutdown()
@@ -48,8 +48,8 @@ def test_a_blocked_writer_is_woken(narrow, background, end: str) -> None:
         sender.result()
 
 
-def test_the_descriptor_outlives_a_call_in_flight(pair, background) -> None:
-    a, b = pair
+def test_the_descriptor_outlives_a_call_in_flight(tcp_pair, background) -> None:
+    a, b = tcp_pair
     number = b.fileno()
     entered = threading.Event()
     reader = background(lambda: (entered.set(), b.recv(MiB, timeout=None)))
@@ -64,8 +64,8 @@ def test_the_descriptor_outlives_a_call_in_flight(pair, background) -> None:
     assert a.recv_or_eof(1) is None
 
 
-def test_closing_twice_and_using_a_closed_stream(pair) -> None:
-    a, _ = pair
+def test_closing_twice_and_using_a_closed_stream(tcp_pair) -> None:
+    a, _ = tcp_pair
     a.close()
     a.close()
     a.shutdown()
@@ -87,8 +87,8 @@ def test_a_dropped_stream_gives_its_descriptor_back(no_fd_leak) -> None:
 
 
 @pytest.mark.parametrize("unread", [b"", b"an answer"])
-def test_a_peer_that_closes_is_gone_though_its_bytes_are_still_there(pair, unread: bytes) -> None:
-    a, b = pair
+def test_a_peer_that_closes_is_gone_though_its_bytes_are_still_there(tcp_pair, unread: bytes) -> None:
+    a, b = tcp_pair
     assert not a.peer_gone()
     if unread:
         b.send(unread)
@@ -99,8 +99,8 @@ def test_a_peer_that_closes_is_gone_though_its_bytes_are_still_there(pair, unrea
     assert a.recv_or_eof(1) is None
 
 
-def test_a_peer_that_resets_is_gone(pair) -> None:
-    a, b = pair
+def test_a_peer_that_resets_is_gone(tcp_pair) -> None:
+    a, b = tcp_pair
     with socket.socket(fileno=os.dup(b.fileno())) as twin:
         twin.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     b.close()
@@ -110,14 +110,14 @@ def test_a_peer_that_resets_is_gone(pair) -> None:
 
 
 @pytest.mark.parametrize("end", ["shutdown", "close"])
-def test_a_stream_ended_on_this_side_has_no_peer(pair, end: str) -> None:
-    a, _ = pair
+def test_a_stream_ended_on_this_side_has_no_peer(tcp_pair, end: str) -> None:
+    a, _ = tcp_pair
     getattr(a, end)()
     assert a.peer_gone()
 
 
-def test_looking_takes_nothing_and_does_not_wait(pair, background) -> None:
-    a, b = pair
+def test_looking_takes_nothing_and_does_not_wait(tcp_pair, background) -> None:
+    a, b = tcp_pair
     reader = background(lambda: a.recv(3, timeout=None))
     for _ in range(100):
         assert not a.peer_gone()

@@ -20,8 +20,8 @@ MiB = 1 << 20
 DATA = np.random.default_rng(1).integers(0, 256, 3 * MiB + 17, dtype=np.uint8).tobytes()
 
 
-def test_is_a_byte_stream(pair) -> None:
-    a, _ = pair
+def test_is_a_byte_stream(tcp_pair) -> None:
+    a, _ = tcp_pair
     assert isinstance(a, ByteStream)
     assert a.kind == "tcp"
     assert a.endpoint.startswith("127.0.0.1:")
@@ -41,8 +41,8 @@ def test_options_are_set() -> None:
 # Sending and receiving
 
 
-def test_parts_arrive_in_order_as_one(pair) -> None:
-    a, b = pair
+def test_parts_arrive_in_order_as_one(tcp_pair) -> None:
+    a, b = tcp_pair
     parts = [b"\x06", b"", (300).to_bytes(8, "little"), bytearray(b"head"), memoryview(DATA)[:1000], np.arange(9.0)]
     whole = b"".join(bytes(memoryview(p).cast("B")) for p in parts)
     a.send(*parts)
@@ -51,8 +51,8 @@ def test_parts_arrive_in_order_as_one(pair) -> None:
     assert a.bytes_received == b.bytes_sent == 0
 
 
-def test_nothing_is_sent_for_no_parts_and_empty_parts(pair) -> None:
-    a, b = pair
+def test_nothing_is_sent_for_no_parts_and_empty_parts(tcp_pair) -> None:
+    a, b = tcp_pair
     a.send()
     a.send(b"", bytearray())
     a.send_range([], FileRange(-1, 0, 0))
@@ -63,8 +63,8 @@ def test_nothing_is_sent_for_no_parts_and_empty_parts(pair) -> None:
     assert a.bytes_sent == 1
 
 
-def test_more_parts_than_one_call_takes(pair, background) -> None:
-    a, b = pair
+def test_more_parts_than_one_call_takes(tcp_pair, background) -> None:
+    a, b = tcp_pair
     parts = [DATA[i * 7 : i * 7 + i % 9] for i in range(5000)]
     sender = background(a.send, *parts)
     whole = b"".join(parts)
@@ -85,8 +85,8 @@ def test_short_writes_and_reads(narrow, background, n_parts: int) -> None:
     assert a.bytes_sent == b.bytes_received == len(got)
 
 
-def test_receives_straight_into_an_array_slice(pair, background) -> None:
-    a, b = pair
+def test_receives_straight_into_an_array_slice(tcp_pair, background) -> None:
+    a, b = tcp_pair
     target = np.zeros(len(DATA) + 20, dtype=np.uint8)
     sender = background(a.send, DATA)
     b.recv_into(target[10:-10])
@@ -96,9 +96,9 @@ def test_receives_straight_into_an_array_slice(pair, background) -> None:
     assert not target[-10:].any()
 
 
-def test_bytes_behind_a_large_message_stay_for_the_next(pair, background) -> None:
+def test_bytes_behind_a_large_message_stay_for_the_next(tcp_pair, background) -> None:
     # The low-water mark of the large read must not keep the small one waiting.
-    a, b = pair
+    a, b = tcp_pair
     sender = background(a.send, DATA, b"tail")
     assert b.recv(len(DATA)) == DATA
     sender.result()
@@ -107,8 +107,8 @@ def test_bytes_behind_a_large_message_stay_for_the_next(pair, background) -> Non
     assert b.recv(5) == b"later"
 
 
-def test_low_water_is_back_at_one_after_a_failure(pair) -> None:
-    a, b = pair
+def test_low_water_is_back_at_one_after_a_failure(tcp_pair) -> None:
+    a, b = tcp_pair
     a.send(b"some")
     with pytest.raises(TransferTimeout) as caught:
         b.recv_into(bytearray(MiB), timeout=0.05)
@@ -117,9 +117,9 @@ def test_low_water_is_back_at_one_after_a_failure(pair) -> None:
         assert same.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) == 1
 
 
-def test_slow_bytes_below_the_low_water_mark_are_progress(pair, background) -> None:
+def test_slow_bytes_below_the_low_water_mark_are_progress(tcp_pair, background) -> None:
     # 20 bytes, each within the limit of the one before, far apart enough for the whole to outlast it many times.
-    a, b = pair
+    a, b = tcp_pair
     pace = threading.Event()
 
     def trickle() -> None:
@@ -134,8 +134,8 @@ def test_slow_bytes_below_the_low_water_mark_are_progress(pair, background) -> N
     assert got[:20] == bytes(range(20))
 
 
-def test_both_directions_at_once(pair, background) -> None:
-    a, b = pair
+def test_both_directions_at_once(tcp_pair, background) -> None:
+    a, b = tcp_pair
     calls = [background(a.send, DATA), background(b.send, DATA)]
     readers = [background(a.recv, len(DATA)), background(b.recv, len(DATA))]
     for call in calls:
@@ -146,8 +146,8 @@ def test_both_directions_at_once(pair, background) -> None:
 # What is refused
 
 
-def test_what_is_no_contiguous_buffer_is_refused_and_nothing_sent(pair) -> None:
-    a, b = pair
+def test_what_is_no_contiguous_buffer_is_refused_and_nothing_sent(tcp_pair) -> None:
+    a, b = tcp_pair
     with pytest.raises(ValueError, match="ascontiguousarray"):
         a.send(b"head", np.zeros((4, 4))[:, 0])
     with pytest.raises(TypeError):
@@ -163,8 +163,8 @@ def test_what_is_no_contiguous_buffer_is_refused_and_nothing_sent(pair) -> None:
 
 
 @pytest.mark.parametrize("bad", [-1.0, float("nan")])
-def test_a_bad_timeout_is_refused(pair, bad: float) -> None:
-    a, _ = pair
+def test_a_bad_timeout_is_refused(tcp_pair, bad: float) -> None:
+    a, _ = tcp_pair
     with pytest.raises(ValueError, match="timeout"):
         a.timeout = bad
     with pytest.raises(ValueError, match="timeout"):
@@ -194,7 +194,7 @@ def model(tmp_path: Path):
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4096, 65536, 65537, 3 * MiB])
-@pytest.mark.parametrize("kind", ["pair", "narrow"])
+@pytest.mark.parametrize("kind", ["tcp_pair", "narrow"])
 def test_a_range_follows_its_head(request, background, model, kind: str, nbytes: int) -> None:
     a, b = request.getfixturevalue(kind)
     fd, path = model
@@ -206,8 +206,8 @@ def test_a_range_follows_its_head(request, background, model, kind: str, nbytes:
 
 
 @pytest.mark.parametrize("nbytes", [100, 1000, MiB])
-def test_a_range_past_the_end_of_its_file(pair, tmp_path: Path, nbytes: int) -> None:
-    a, _ = pair
+def test_a_range_past_the_end_of_its_file(tcp_pair, tmp_path: Path, nbytes: int) -> None:
+    a, _ = tcp_pair
     path = tmp_path / "short"
     path.write_bytes(bytes(700))
     with path.open("rb") as file, pytest.raises(ModelError, match="shorter than when opened") as caught:
@@ -228,8 +228,8 @@ def test_a_file_cut_short_while_it_is_sent(narrow, background, model) -> None:
     assert caught.value.offset == 2 * MiB
 
 
-def test_an_unreadable_range(pair, tmp_path: Path) -> None:
-    a, _ = pair
+def test_an_unreadable_range(tcp_pair, tmp_path: Path) -> None:
+    a, _ = tcp_pair
     fd = os.open(tmp_path / "out", os.O_WRONLY | os.O_CREAT)
     try:
         with pytest.raises(ModelError, match="pread: Bad file descriptor"):
@@ -246,8 +246,8 @@ def test_an_unreadable_range(pair, tmp_path: Path) -> None:
 # The peer goes
 
 
-def test_a_clean_end_between_messages(pair) -> None:
-    a, b = pair
+def test_a_clean_end_between_messages(tcp_pair) -> None:
+    a, b = tcp_pair
     a.send(b"last")
     a.close()
     assert b.recv_or_eof(4) == b"last"
@@ -258,8 +258,8 @@ def test_a_clean_end_between_messages(pair) -> None:
 
 
 @pytest.mark.parametrize("size", [100, MiB])
-def test_an_end_inside_a_message(pair, size: int) -> None:
-    a, b = pair
+def test_an_end_inside_a_message(tcp_pair, size: int) -> None:
+    a, b = tcp_pair
     a.send(bytes(10))
     a.close()
     with pytest.raises(PeerClosed, match=f"10 of {size} bytes") as caught:
@@ -268,8 +268,8 @@ def test_an_end_inside_a_message(pair, size: int) -> None:
     assert caught.value.endpoint == b.endpoint
 
 
-def test_what_a_closed_peer_had_sent_is_read_to_the_end(pair) -> None:
-    a, b = pair
+def test_what_a_closed_peer_had_sent_is_read_to_the_end(tcp_pair) -> None:
+    a, b = tcp_pair
     a.send(DATA[:100_000])
     a.close()
     assert b.recv(60_000) == DATA[:60_000]
@@ -277,8 +277,8 @@ def test_what_a_closed_peer_had_sent_is_read_to_the_end(pair) -> None:
     assert b.recv_or_eof(1) is None
 
 
-def test_a_reset_is_no_clean_end(pair) -> None:
-    a, b = pair
+def test_a_reset_is_no_clean_end(tcp_pair) -> None:
+    a, b = tcp_pair
     with socket.socket(fileno=os.dup(a.fileno())) as same:
         same.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
     a.close()
@@ -332,8 +332,8 @@ assert signal.SIGPIPE not in signal.sigpending() and signal.SIGPIPE not in signa
 
 
 @pytest.mark.parametrize("size", [10, MiB])
-def test_a_silent_peer_is_a_timeout_that_names_the_phase(pair, size: int) -> None:
-    a, b = pair
+def test_a_silent_peer_is_a_timeout_that_names_the_phase(tcp_pair, size: int) -> None:
+    a, b = tcp_pair
     b.timeout = 0.05
     a.send(bytes(3))
     with pytest.raises(TransferTimeout, match="receiving from") as caught:
@@ -358,8 +358,8 @@ def test_a_peer_that_reads_nothing_is_a_timeout(narrow, model, with_file: bool) 
     assert caught.value.bytes_done == a.bytes_sent < len(DATA)
 
 
-def test_a_timeout_of_one_call_overrides_the_streams(pair, background) -> None:
-    a, b = pair
+def test_a_timeout_of_one_call_overrides_the_streams(tcp_pair, background) -> None:
+    a, b = tcp_pair
     b.timeout = 0.01
     reader = background(lambda: b.recv(1, timeout=None))
     threading.Event().wait(0.1)
@@ -420,9 +420,9 @@ def test_a_handler_that_returns_lets_the_call_go_on(narrow, background, alarm) -
     assert seen > 0
 
 
-def test_a_signal_that_another_thread_took_is_noticed(pair, background) -> None:
+def test_a_signal_that_another_thread_took_is_noticed(tcp_pair, background) -> None:
     # The main thread's wait is not interrupted; only looking around now and then shows that a handler is due.
-    a, _ = pair
+    a, _ = tcp_pair
     old = signal.signal(signal.SIGUSR1, press)
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
     try:
