@@ -15,7 +15,7 @@ from weightwire.client.options import ProgressCallback, PushOptions
 from weightwire.client.plan import select
 from weightwire.client.push import ModelSource, push_selected
 from weightwire.client.result import PushResult
-from weightwire.client.shared import shared_hashes
+from weightwire.client.shared import Visits, shared_hashes
 from weightwire.config import PathConfig, profile_wanted
 from weightwire.index import IndexChoice
 from weightwire.model import Model, ModelTensor, open_model
@@ -148,26 +148,19 @@ def push_all(
         with dropping(drop_behind) as drop, shared_hashes(opened, chosen, options[0]) as shared:
             claims = claims_for(drop, chosen)
 
-            def open_target(target: Target) -> Connection:
-                try:
-                    return connect(
-                        target.endpoint,
-                        timeout=timeout,
-                        protocol=protocol,
-                        transport=transport,
-                        profile=profile,
-                        optimized=path.optimized,
-                    )
-                except BaseException:
-                    leave(aims.index(target))
-                    raise
-
-            def leave(number: int) -> None:
-                if shared is not None:
-                    shared.leave(number)
-                claim = claims[number]
-                if claim is not None:
-                    claim.close()
+            visits = Visits(
+                aims,
+                shared,
+                claims,
+                lambda target: connect(
+                    target.endpoint,
+                    timeout=timeout,
+                    protocol=protocol,
+                    transport=transport,
+                    profile=profile,
+                    optimized=path.optimized,
+                ),
+            )
 
             def work(number: int, connection: Connection) -> PushResult:
                 mine, channel = options[number], connection._channel
@@ -180,11 +173,11 @@ def push_all(
                             channel, opened, chosen[number], mine, hashes, feed, claim=claims[number]
                         )
                 finally:
-                    leave(number)
+                    visits.leave(number)
                 summed.finish(number)
                 return result
 
-            members = run_all(aims, open_target, work, lambda: summed.error)
+            members = run_all(aims, visits.open, work, lambda: summed.error)
             pushed = PushedAll(Pushed(m.target, m.connection, m.result, m.error) for m in members)
             try:
                 if shared is not None and any(each.result is not None for each in pushed):

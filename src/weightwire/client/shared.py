@@ -5,18 +5,21 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from weightwire.client.hashes import TensorHashes
 from weightwire.errors import ModelError
 
 if TYPE_CHECKING:
+    from weightwire.client.connection import Connection
+    from weightwire.client.crew import Target
+    from weightwire.client.dropping import Claim
     from weightwire.client.hashpool import HashFeed
     from weightwire.client.options import PushOptions
     from weightwire.model import Model, ModelTensor
 
-__all__ = ["SharedHashes", "shared_hashes"]
+__all__ = ["SharedHashes", "Visits", "shared_hashes"]
 
 _log = logging.getLogger(__name__)
 
@@ -54,6 +57,38 @@ class SharedHashes:
                 _log.debug("nothing is remembered of the model: %s", error)
             except Exception:
                 _log.warning("what the tensors hash to could not be remembered", exc_info=True)
+
+
+class Visits:
+    """How each of ``targets`` is connected to, by ``connect``, and lets go of what it shares with the others."""
+
+    def __init__(
+        self,
+        targets: Sequence[Target],
+        shared: SharedHashes | None,
+        claims: Sequence[Claim | None],
+        connect: Callable[[Target], Connection],
+    ) -> None:
+        self._targets = targets
+        self._shared = shared
+        self._claims = claims
+        self._connect = connect
+
+    def open(self, target: Target) -> Connection:
+        """A connection to ``target``. Where there can be none, `leave` has been done."""
+        try:
+            return self._connect(target)
+        except BaseException:
+            self.leave(self._targets.index(target))
+            raise
+
+    def leave(self, number: int) -> None:
+        """Target ``number`` wants no hashes and reads nothing any more. Idempotent."""
+        if self._shared is not None:
+            self._shared.leave(number)
+        claim = self._claims[number]
+        if claim is not None:
+            claim.close()
 
 
 @contextlib.contextmanager

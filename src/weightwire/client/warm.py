@@ -20,7 +20,7 @@ from weightwire.client.plain import PlainSender
 from weightwire.client.push import ModelSource
 from weightwire.client.remote import RemoteBuffer, RemoteTensor
 from weightwire.client.sender import Sender
-from weightwire.client.shared import shared_hashes
+from weightwire.client.shared import Visits, shared_hashes
 from weightwire.client.sources import Sources
 from weightwire.config import PathConfig, profile_wanted
 from weightwire.errors import AllocationError, CacheUnavailable
@@ -124,26 +124,19 @@ def warm(
             assert shared is not None  # cache="always"
             claims = claims_for(drop, chosen)
 
-            def open_target(target: Target) -> Connection:
-                try:
-                    return connect(
-                        target.endpoint,
-                        timeout=timeout,
-                        protocol=protocol,
-                        transport=transport,
-                        profile=profile,
-                        optimized=path.optimized,
-                    )
-                except BaseException:
-                    leave(aims.index(target))
-                    raise
-
-            def leave(number: int) -> None:
-                assert shared is not None
-                shared.leave(number)
-                claim = claims[number]
-                if claim is not None:
-                    claim.close()
+            visits = Visits(
+                aims,
+                shared,
+                claims,
+                lambda target: connect(
+                    target.endpoint,
+                    timeout=timeout,
+                    protocol=protocol,
+                    transport=transport,
+                    profile=profile,
+                    optimized=path.optimized,
+                ),
+            )
 
             def work(number: int, connection: Connection) -> WarmSummary:
                 try:
@@ -154,11 +147,11 @@ def warm(
                             claims[number], options, summed.of(number),
                         )  # fmt: skip
                 finally:
-                    leave(number)
+                    visits.leave(number)
                 summed.finish(number)
                 return summary
 
-            members = run_all(aims, open_target, work, lambda: summed.error)
+            members = run_all(aims, visits.open, work, lambda: summed.error)
             if any(member.result is not None for member in members):
                 shared.record()
         return [
