@@ -259,3 +259,15 @@ def test_an_interrupt_ends_it(directory: Path, no_leaks: object) -> None:
         with pytest.raises(KeyboardInterrupt):
             verify_cache(directory, threads=threads, index=False, progress=interrupt)
     assert files_in(directory) == entries_of(*DATA.values())
+
+
+@pytest.mark.usefixtures("small_threshold")
+def test_an_index_without_digests_says_nothing_of_collisions(
+    tmp_path: Path, index: HashIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tmp_path / "seeded"
+    seed(write_model(tmp_path / "model.safetensors", DATA), directory, index=index)
+    owners = {value: [owner._replace(sha256=b"") for owner in found] for value, found in index.owners().items()}
+    monkeypatch.setattr(index, "owners", lambda: owners)
+    report = verify_cache(directory, index=index)
+    assert (report.bad, report.digests) == ((), 0)

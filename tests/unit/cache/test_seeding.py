@@ -20,8 +20,9 @@ from support.cachedir import contents, entries_of, files_in, name_of, write_mode
 import weightwire
 from weightwire.cache import copying, seed, seeding
 from weightwire.errors import CacheError, ConfigError, ModelError
-from weightwire.index import HashIndex
+from weightwire.index import Hashes, HashIndex, identity_of
 from weightwire.model import open_model
+from weightwire.ranges import FileRange
 from weightwire.wire import CACHE_THRESHOLD
 
 pytestmark = pytest.mark.usefixtures("small_threshold")
@@ -492,3 +493,16 @@ def test_a_tensor_is_looked_for_among_entries_of_its_size_that_are_nobody_elses(
     assert (result.written, result.present) == (5, 1)
     assert sizes == [5000] * 6
     assert files_in(directory) == expected(equal)
+
+
+def test_a_digest_that_a_push_left_out_is_added(model: Path, directory: Path, index: HashIndex) -> None:
+    with weightwire.open_model(model) as opened:
+        payloads = {name: t.payload for name, t in opened.tensors.items() if t.nbytes > 1000}
+        ranges = [each for each in payloads.values() if isinstance(each, FileRange)]
+        identities = {ranges[0].fd: identity_of(ranges[0].fd)}
+        values = [Hashes(weightwire.hashing.hash_payload(each), b"") for each in ranges]
+        assert index.record(zip(ranges, payloads, values, strict=True), identities) == len(ranges)
+        seed(model, directory, index=index)
+        found = index.find(ranges)
+    assert [each and each.fnv1a for each in found] == [each.fnv1a for each in values]
+    assert all(each and len(each.sha256) == 32 for each in found)

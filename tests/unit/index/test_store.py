@@ -286,3 +286,24 @@ def test_off_is_empty_and_says_nothing(
 def test_nothing_is_opened_before_it_is_used(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     HashIndex(place).close()
     assert not place.parent.exists()
+
+
+# Rows without a digest.
+
+
+def test_a_hash_without_a_digest_is_known_and_takes_no_digest_away(
+    index: HashIndex, place: Path, model: Path, opened: Opener
+) -> None:
+    ranges = ranges_of(model, opened(model))
+    fd = ranges[0].fd
+    identities = {fd: identity_of(fd)}
+    bare = [Hashes(each.fnv1a, b"") for each in remember(index, ranges[:2])]
+    known = index.find(ranges[:2])
+    assert index.record([(ranges[0], "t0", bare[0])], identities) == 1
+    assert index.find(ranges[:2]) == known, "its digest is kept"
+    assert index.record([(ranges[1], "t1", Hashes(5, b""))], identities) == 1
+    assert index.find(ranges[:2]) == [known[0], Hashes(5, b"")], "which is not that of another hash"
+    with sqlite3.connect(place) as raw:
+        raw.execute("UPDATE hashes SET sha256 = x'' WHERE offset = ?", (ranges[0].offset,))
+    raw.close()
+    assert index.find(ranges[:1]) == [None], "a row is sealed with its digest"
