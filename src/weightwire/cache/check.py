@@ -9,13 +9,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from weightwire.cache.indexed import IndexChoice, index_for
 from weightwire.cache.inspect import Entry, entry_kind, list_entries
 from weightwire.cache.pool import run_each, worker_count
 from weightwire.cache.quarantine import move_aside
 from weightwire.errors import ConfigError, ModelError
 from weightwire.hashing import hash_payloads
-from weightwire.index import Hashes, Owner, hash_with_digest, identity_of
+from weightwire.index import Hashes, IndexChoice, Owner, hash_with_digest, identity_of, index_for
 from weightwire.ranges import FileRange
 
 __all__ = ["BadEntry", "CacheReport", "verify_cache"]
@@ -135,9 +134,10 @@ def _look(entry: Entry, owners: list[Owner], bad: str, check: Callable[[], None]
                 return _Finding(entry, BadEntry(name, kind, f"it is a {kind}, where a file is expected"))
             before = identity_of(fd)
             whose = [owner for owner in owners if owner.nbytes == status.st_size]
+            digest = any(owner.sha256 for owner in whose)
             wrong: BadEntry | None
             try:
-                hashes = _hash(FileRange(fd, 0, status.st_size, str(entry.path)), bool(whose), check)
+                hashes = _hash(FileRange(fd, 0, status.st_size, str(entry.path)), digest, check)
             except ModelError as error:
                 wrong = BadEntry(name, "unreadable", f"it cannot be read: {error.detail}", status.st_size)
             else:
@@ -146,7 +146,7 @@ def _look(entry: Entry, owners: list[Owner], bad: str, check: Callable[[], None]
                 continue
             if wrong is not None and bad != "keep":
                 wrong = _act(wrong, entry, status, bad)
-            return _Finding(entry, wrong, digest=bool(whose))
+            return _Finding(entry, wrong, digest=digest)
         finally:
             os.close(fd)
     return _Finding(entry, state="changing")
@@ -179,7 +179,7 @@ def _judge(expected: int, nbytes: int, hashes: Hashes, whose: list[Owner], owner
     """What is wrong with an entry of ``nbytes`` bytes and those hashes; None if nothing is."""
     name = f"{expected:016x}"
     if hashes.fnv1a == expected:
-        if whose and all(owner.sha256 != hashes.sha256 for owner in whose):
+        if whose and all(owner.sha256 and owner.sha256 != hashes.sha256 for owner in whose):
             reason = f"it hashes to its name, but is not {whose[0].tensor!r} of {whose[0].path}: their SHA-256 differ"
             return BadEntry(name, "collision", reason, nbytes)
         return None

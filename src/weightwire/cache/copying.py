@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Final, Self
 
 from weightwire.cache.store import CacheWriter, TensorCache
-from weightwire.errors import ModelError
+from weightwire.model.reading import read_range
 from weightwire.ranges import FileRange
 
 __all__ = ["CopyingWriter", "StrictCache", "copy_range"]
@@ -126,18 +126,8 @@ def _read_and_write(
     window = memoryview(bytearray(min(_WINDOW, source.nbytes - done)))
     while done < source.nbytes:
         check()
-        at = source.offset + done
-        try:
-            got = os.preadv(source.fd, [window[: source.nbytes - done]], at)
-        except OSError as error:
-            raise ModelError(f"cannot read: {error.strerror}", path=source.path, offset=at) from error
-        if not got:
-            raise ModelError(
-                "the file is shorter than when opened",
-                path=source.path,
-                offset=at,
-                hint="something changed the file; open the model again",
-            )
+        got = min(window.nbytes, source.nbytes - done)
+        read_range(source, done, window[:got])
         put = 0
         while put < got:
             put += os.pwrite(target, window[put:got], done + put)

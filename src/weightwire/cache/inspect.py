@@ -10,16 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from weightwire.cache.indexed import IndexChoice, index_for
 from weightwire.cache.quarantine import FOLDER, list_quarantine
-from weightwire.cache.store import checked_directory, default_directory
+from weightwire.cache.store import TEMP_NAME, checked_directory, default_directory
 from weightwire.errors import CacheError, ConfigError
-from weightwire.index import Owner
+from weightwire.index import IndexChoice, Owner, index_for
 
 __all__ = ["CacheStatus", "Entry", "Listing", "cache_status", "entry_kind", "list_entries", "place_of"]
 
 _ENTRY: Final = re.compile(r"[0-9a-f]{16}", re.ASCII)
-_TEMPORARY: Final = re.compile(r"\.weightwire-[a-z0-9_]{8}\.tmp", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +131,7 @@ def list_entries(directory: str | os.PathLike[str] | None = None, *, index: Inde
                     used = max(status.st_atime_ns, status.st_mtime_ns)
                     whose = tuple(o for o in owners.get(content_hash, ()) if o.nbytes == status.st_size)
                     entries.append(Entry(path / each.name, content_hash, status.st_size, used, whose))
-                elif is_file and _TEMPORARY.fullmatch(each.name):
+                elif is_file and TEMP_NAME.fullmatch(each.name):
                     temporary[each.name] = status.st_size
                 elif each.name != FOLDER:
                     others.append(each.name)

@@ -8,11 +8,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from weightwire.cache.indexed import IndexChoice
 from weightwire.cache.inspect import Entry, list_entries
 from weightwire.cache.quarantine import empty_quarantine, list_quarantine
 from weightwire.cache.store import TensorCache
 from weightwire.errors import ConfigError
+from weightwire.index import IndexChoice
 
 __all__ = ["PruneResult", "prune_cache"]
 

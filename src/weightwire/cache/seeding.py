@@ -5,21 +5,21 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import re
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
 from weightwire.cache.copying import CopyingWriter, StrictCache
-from weightwire.cache.indexed import IndexChoice, index_for
 from weightwire.cache.pool import run_each, worker_count
 from weightwire.cache.store import default_directory, entry_name
 from weightwire.errors import CacheError, ConfigError
 from weightwire.hashing import hash_payloads
-from weightwire.index import FileIdentity, Hashes, HashIndex, hash_with_digest, identity_of
+from weightwire.index import FileIdentity, Hashes, HashIndex, IndexChoice, hash_with_digest, identity_of, index_for
 from weightwire.model import Model, ModelTensor, open_model
+from weightwire.model.choosing import compile_include, included
 from weightwire.ranges import FileRange
 from weightwire.wire.commands import CACHE_THRESHOLD
 
@@ -79,10 +79,10 @@ def seed(
     """
     started = time.monotonic()
     count = worker_count(threads)
-    pattern = _compiled(include)
+    pattern = compile_include(include)
     opened = model if isinstance(model, Model) else open_model(model)
     try:
-        tensors = _chosen(opened, pattern, include)
+        tensors = [tensor for tensor in included(opened, pattern) if tensor.nbytes > CACHE_THRESHOLD]
         cache = _cache_in(default_directory() if directory is None else directory)
         with index_for(index) as hashes:
             work = _Seeding(cache, tensors, hashes, verify)
@@ -111,24 +111,6 @@ def _cache_in(directory: str | os.PathLike[str]) -> StrictCache:
         raise CacheError(error.detail, path=str(directory), errno=refused.errno, hint=error.hint) from refused
 
 
-def _compiled(include: str | None) -> re.Pattern[str] | None:
-    try:
-        return None if include is None else re.compile(include)
-    except (re.error, RecursionError, OverflowError, TypeError, ValueError) as error:
-        raise ConfigError(f"include: {include!r} is not a regular expression: {error}") from error
-
-
-def _chosen(model: Model, pattern: re.Pattern[str] | None, include: str | None) -> list[ModelTensor]:
-    """The tensors that get an entry, in the model's order; ConfigError if ``include`` finds none of any size."""
-    found = [tensor for name, tensor in model.tensors.items() if pattern is None or pattern.search(name)]
-    if not found and pattern is not None:
-        raise ConfigError(
-            f"include: {include!r} is in none of the {len(model.tensors)} tensor names",
-            hint="weightwire info lists the names",
-        )
-    return [tensor for tensor in found if tensor.nbytes > CACHE_THRESHOLD]
-
-
 class _Seeding:
     """One run: the counts, and what the workers must agree on, behind ``_lock``."""
 
@@ -147,7 +129,8 @@ class _Seeding:
         self._last = ""
         self._identities: dict[int, FileIdentity] = {}
         self._known: dict[str, Hashes] = {}
-        self._sizes: set[int] = set()
+        self._sizes: Counter[int] = Counter()
+        """How many entries of each size could be a tensor's that has not been hashed."""
 
     def run(self, threads: int, progress: Callable[[str, int, int], object] | None) -> None:
         total = sum(tensor.nbytes for tensor in self._tensors)
@@ -172,9 +155,12 @@ class _Seeding:
             self._known = {name: at for (name, _), at in zip(ranges, known, strict=True) if at is not None}
         try:
             with os.scandir(self._cache.directory) as entries:
-                self._sizes = {entry.stat(follow_symlinks=False).st_size for entry in entries}
+                taken = {entry_name(hashes.fnv1a) for hashes in self._known.values()}
+                self._sizes.update(
+                    entry.stat(follow_symlinks=False).st_size for entry in entries if entry.name not in taken
+                )
         except OSError:
-            self._sizes = set()
+            self._sizes.clear()
 
     def remember(self) -> None:
         """Give the index what was computed."""
@@ -218,7 +204,8 @@ class _Seeding:
     def _place(self, tensor: ModelTensor, check: Callable[[], None], tell: Callable[[int], None]) -> None:
         hashes = self._known.get(tensor.name)
         # Where an entry of this size is there it may well be this tensor's: reading is cheaper than writing.
-        if hashes is None and tensor.nbytes in self._sizes:
+        looked = hashes is None and self._sizes[tensor.nbytes] > 0
+        if looked:
             hashes = self._hash(tensor.payload, check)
             self._found_out(tensor, hashes)
         replaces = False
@@ -227,6 +214,9 @@ class _Seeding:
                 self._count(duplicates=1)
                 return
             there = self._there(hashes.fnv1a, tensor.nbytes, check)
+            if looked and there is not None:
+                with self._lock:
+                    self._sizes[tensor.nbytes] -= 1  # that one is nobody else's
             if there:
                 self._count(present=1, unread=0 if self._verify else 1)
                 return
@@ -235,8 +225,9 @@ class _Seeding:
             cloned = writer.fill(tensor.payload, check, tell)
             # Named after what lies on the disk: the model may have been written to meanwhile.
             stored = self._hash(writer.content(), check)
-            if hashes is None or stored.fnv1a != hashes.fnv1a:
+            if hashes is None or not hashes.sha256 or stored.fnv1a != hashes.fnv1a:
                 self._found_out(tensor, stored)
+            if hashes is None or stored.fnv1a != hashes.fnv1a:
                 if not self._claim(stored.fnv1a):
                     self._count(duplicates=1)
                     return

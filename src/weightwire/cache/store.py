@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "NOT_ITS_NAME",
+    "TEMP_NAME",
     "CacheWriter",
     "TensorCache",
     "checked_directory",
@@ -51,7 +52,7 @@ NOT_ITS_NAME: Final = "its content is not what its name says"
 _PIECE: Final = 1 << 20
 _TEMP_PREFIX: Final = ".weightwire-"
 _TEMP_SUFFIX: Final = ".tmp"
-_TEMP_NAME: Final = re.compile(r"\.weightwire-[a-z0-9_]{8}\.tmp", re.ASCII)
+TEMP_NAME: Final = re.compile(r"\.weightwire-[a-z0-9_]{8}\.tmp", re.ASCII)
 _REMEMBERED: Final = 4096
 
 _BAD_ENTRY: Final = frozenset((errno.EACCES, errno.EPERM, errno.EIO, errno.ELOOP, errno.ENXIO, errno.ENODEV))
@@ -310,7 +311,7 @@ class TensorCache:
         """Remove temporary files nobody is writing any more: a writer holds a lock on its own, as long as it lives."""
         try:
             with os.scandir(self.directory) as entries:
-                names = [entry.name for entry in entries if _TEMP_NAME.fullmatch(entry.name)]
+                names = [entry.name for entry in entries if TEMP_NAME.fullmatch(entry.name)]
         except OSError as error:
             logger.debug("cache %s cannot be looked through: %s", self.directory, error)
             return

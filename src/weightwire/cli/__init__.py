@@ -41,6 +41,13 @@ def main() -> NoReturn:
     except KeyboardInterrupt:
         # Before root() catches it, or once more while it reports the first.
         sys.exit(_INTERRUPTED)
+    finally:
+        if catching:
+            # All has been done and reported by then. The interpreter gives signals back to the system before it is
+            # through, and the process would die of Ctrl-C.
+            import atexit
+
+            atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

@@ -33,8 +33,8 @@ def hash_(model: str, include: str | None, as_json: bool, quiet: bool) -> None:
 
     The hash is 16 hexadecimal digits: the name of the file in which a server's tensor cache keeps those bytes.
     """
-    from weightwire.client.plan import compile_include
     from weightwire.model import open_model
+    from weightwire.model.choosing import compile_include
 
     pattern = compile_include(include)
     with as_usage():

@@ -66,7 +66,7 @@ class _Parsed(_ParamType):
 
 
 def _pattern(text: str) -> str:
-    from weightwire.client.plan import compile_include
+    from weightwire.model.choosing import compile_include
 
     compile_include(text)
     return text

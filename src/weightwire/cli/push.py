@@ -93,8 +93,8 @@ def push(
     """Push the tensors of MODEL to the server at HOST:PORT, or to several servers at once.
 
     MODEL is a GGUF or safetensors file, any file of a split one, or a folder with one model in it. It is checked before
-    anything is sent. With several servers each tensor is read and hashed once for all of them, and one that fails does
-    not stop the others.
+    anything is sent. With several servers each tensor is hashed once for all of them, and one that fails does not
+    stop the others.
 
     Unless the server retains tensors, they last as long as this command's connection; what lasts is its cache.
     """

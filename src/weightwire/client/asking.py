@@ -125,7 +125,7 @@ class Questions:
             else:
                 self._recorder.misses += 1
         self._asked_bytes -= self._placed[index].nbytes
-        self._feed.release(position)
+        self._feed.release(position, sent=not good)
         self._recorder.switch(previous)
         return good
 
@@ -136,13 +136,17 @@ class Questions:
         self._hear(question)
         return question.hit, question.intact
 
+    def check(self) -> None:
+        """Raise what hashing ahead has failed with, if it did."""
+        self._feed.pool.check()
+
     def hear_out(self) -> None:
         """Wait for the answers to all questions, before bytes follow them.
 
         The server reads and hashes each entry it has, and takes no bytes meanwhile. Seen from a send, several entries
-        in a row are one long stall; each answer is a sign of life. Raises what hashing ahead has failed with.
+        in a row are one long stall; each answer is a sign of life. Raises as `check` does.
         """
-        self._feed.pool.check()
+        self.check()
         if not self._open:
             return
         previous = self._recorder.switch(Stage.ASK)

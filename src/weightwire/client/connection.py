@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Self
 from weightwire.client import device as devices
 from weightwire.client.channel import Channel
 from weightwire.client.device import DeviceMemory
-from weightwire.client.options import IndexChoice, ProgressCallback, PushOptions
+from weightwire.client.options import ProgressCallback, PushOptions
 from weightwire.client.push import ModelSource, push
 from weightwire.client.registered import RegisteredMemory, register
 from weightwire.client.remote import RemoteBuffer
 from weightwire.client.result import PushResult
 from weightwire.config import PathConfig, profile_wanted
+from weightwire.index import IndexChoice
 from weightwire.transport.address import format_sockaddr
 from weightwire.transport.negotiate import open_connection
 from weightwire.transport.profiling import LoadRecorder, print_profile

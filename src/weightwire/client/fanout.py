@@ -1,4 +1,4 @@
-"""A model to several servers at once: each tensor is read and hashed once for all of them."""
+"""A model to several servers at once: each tensor is hashed once for all of them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from weightwire.client.connection import Connection, connect
 from weightwire.client.crew import SummedProgress, Target, as_targets, run_all
 from weightwire.client.dropping import claims_for, dropping
 from weightwire.client.layers import parse_layers
-from weightwire.client.options import IndexChoice, ProgressCallback, PushOptions
-from weightwire.client.plan import compile_include, select
+from weightwire.client.options import ProgressCallback, PushOptions
+from weightwire.client.plan import select
 from weightwire.client.push import ModelSource, push_selected
 from weightwire.client.result import PushResult
 from weightwire.client.shared import shared_hashes
 from weightwire.config import PathConfig, profile_wanted
+from weightwire.index import IndexChoice
 from weightwire.model import Model, ModelTensor, open_model
+from weightwire.model.choosing import compile_include
 
 __all__ = ["Pushed", "PushedAll", "chosen_for", "push_all"]
 
@@ -107,7 +109,7 @@ def push_all(
     """Connect to several servers and push a model, or a part of it, to each, all at once.
 
     ``targets`` are endpoints (``"host:port"``), which get all of it, or a `Target` each, which says what they get. A
-    tensor that several of them want is read from the disk and hashed once. ``threads`` and ``in_flight`` (bytes) are
+    tensor that several of them want is hashed once, in one pass. ``threads`` and ``in_flight`` (bytes) are
     for all of them together. ``progress(name, done, total)`` counts the bytes of all, twice with ``verify``, and is
     never called by two threads at once; if it raises, everything ends and that is raised. The other arguments are
     those of `Connection.push` and `connect`.
@@ -143,7 +145,7 @@ def push_all(
             for number, target in enumerate(aims)
         ]
         opened.check_unchanged()
-        with dropping(drop_behind) as drop, shared_hashes(opened, chosen, options[0], drop) as shared:
+        with dropping(drop_behind) as drop, shared_hashes(opened, chosen, options[0]) as shared:
             claims = claims_for(drop, chosen)
 
             def open_target(target: Target) -> Connection:

@@ -6,8 +6,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from weightwire.client.dropping import DropBehind
-from weightwire.client.hashpool import HashFeed, HashPool, Watch
+from weightwire.client.hashpool import HashFeed, HashPool
 from weightwire.client.sources import in_blocks
 from weightwire.errors import ModelError
 from weightwire.hashing import cpu_features
@@ -32,10 +31,10 @@ def is_cached(tensor: ModelTensor) -> bool:
 class TensorHashes:
     """FNV-1a 64 of those of ``tensors`` that a cache may hold, each read at most once, for any number of senders.
 
-    What ``index`` has is not read at all; what it lacks is added to it by `record`. ``threads`` and ``in_flight``
-    (bytes, of all senders together) are the pool's. ``read`` is how files are read (see `Sources`); ``drop`` keeps what
-    is still to be read for the index. ``plain`` is for a push that is not optimized: one after the other, byte by byte.
-    `start` and `close` belong to one ``try`` and its ``finally``.
+    What ``index`` has is not read for that; what it lacks is added to it by `record`. ``threads`` and ``in_flight``
+    (bytes, of all senders together) are the pool's. ``read`` is how files are read (see `Sources`). With ``dropping``
+    what has been sent leaves the page cache, so that nothing is read again for a SHA-256. ``plain`` is for a push that
+    is not optimized: one after the other, byte by byte. `start` and `close` belong to one ``try`` and its ``finally``.
 
     Raises ModelError where a file cannot be looked at.
     """
@@ -48,7 +47,7 @@ class TensorHashes:
         in_flight: int,
         index: HashIndex | None = None,
         read: str = "auto",
-        drop: DropBehind | None = None,
+        dropping: bool = False,
         plain: bool = False,
     ) -> None:
         self._tensors = [tensor for tensor in tensors if is_cached(tensor)]
@@ -57,6 +56,7 @@ class TensorHashes:
         self._in_flight = in_flight
         self._identities: dict[int, FileIdentity] = {}
         known: dict[int, int] = {}
+        digested: set[int] = set()
         files = {n: tensor.payload for n, tensor in enumerate(self._tensors) if isinstance(tensor.payload, FileRange)}
         if index is not None:
             for payload in files.values():
@@ -65,14 +65,14 @@ class TensorHashes:
             for number, found in zip(files, index.find(list(files.values())), strict=True):
                 if found is not None:
                     known[number] = found.fnv1a
+                    if found.sha256:
+                        digested.add(number)
         self._known = frozenset(known)
         self._doubtful: set[str] = set()
         settled = {fd for fd, identity in self._identities.items() if identity.settled}
         payloads = [tensor.payload for tensor in self._tensors]
         # Of a file that was changed a moment ago nothing could be recorded.
-        digest = [number for number, payload in files.items() if payload.fd in settled and number not in known]
-        if drop is not None:
-            drop.want(files[number] for number in digest)
+        digest = [number for number, payload in files.items() if payload.fd in settled and number not in digested]
         self.pool = HashPool(
             payloads,
             threads=threads,
@@ -80,8 +80,8 @@ class TensorHashes:
             digest=digest,
             group=_INTERLEAVED if not plain and cpu_features().many == "interleaved" else 1,
             blocks=frozenset() if plain else in_blocks(payloads, read),
+            behind=not dropping,
             plain=plain,
-            digested=None if drop is None else drop.done,
         )
 
     @property
@@ -102,7 +102,7 @@ class TensorHashes:
         self.pool.start()
 
     def close(self) -> None:
-        """Stop, within about a tenth of a second. Idempotent."""
+        """Stop, as `HashPool.close` does. Idempotent."""
         self.pool.close()
 
     def from_index(self, name: str) -> bool:
@@ -113,21 +113,19 @@ class TensorHashes:
         """A server filled tensor ``name`` wrongly: was it asked for by a wrong hash? For any thread."""
         self._doubtful.add(name)
 
-    def record(self, model: Model, watch: Watch) -> int:
+    def record(self, model: Model) -> int:
         """Add to the index what was found out, once everything has arrived. Returns how many hashes were new.
 
-        ``watch`` is called a few times a second while SHA-256 is still computed; what it raises is passed on. Raises
-        ModelError, with nothing recorded, if ``model`` is not what it was when it was opened.
+        Raises ModelError, with nothing recorded, if ``model`` is not what it was when it was opened.
         """
         if self._index is None:
             return 0
-        self.pool.finish_digests(watch)
         model.check_unchanged()
         entries: list[tuple[FileRange, str, Hashes]] = []
         for number, (value, digest) in sorted(self.pool.results().items()):
             tensor = self._tensors[number]
-            assert isinstance(tensor.payload, FileRange)
-            entries.append((tensor.payload, tensor.name, Hashes(value, digest)))
+            if isinstance(tensor.payload, FileRange):
+                entries.append((tensor.payload, tensor.name, Hashes(value, digest)))
         stored = self._index.record(entries, self._identities) if entries else 0
         return stored + self.recheck()
 

@@ -12,8 +12,8 @@ from typing import Final
 
 from weightwire.client.sources import hash_blocks
 from weightwire.errors import ModelError
-from weightwire.hashing import hash_payload, hash_payloads
-from weightwire.index import hash_with_digest, sha256_of
+from weightwire.hashing import hash_payloads
+from weightwire.index import Hashes, hash_with_digest
 from weightwire.ranges import FileRange
 
 __all__ = ["HashFeed", "HashPool"]
@@ -37,14 +37,20 @@ class _Cancelled(Exception):
     """The pool was closed."""
 
 
+class _Pressed(Exception):
+    """Somebody has to wait for a hash."""
+
+
 class HashPool:
     """FNV-1a 64 of ``payloads``, on ``threads`` threads of its own; with 0, on the thread that asks.
 
-    ``known`` has the hashes that are known beforehand, by number of payload; those payloads are not read. ``digest``
-    are the numbers whose SHA-256 is wanted, too: it is taken when no hash is, and at most the bytes in flight behind.
-    ``digested`` is called with each such payload when that has been done. ``group`` payloads are hashed together by one
-    thread, but for those numbered ``blocks``, which are read in large blocks; ``plain`` hashes byte by byte. Who wants
-    hashes makes a `feed` before `start`.
+    ``known`` has the hashes that are known beforehand, by number of payload; those payloads are not read for them.
+    ``digest`` are the numbers whose SHA-256 is wanted, too. It costs several times the hash, and nobody waits for it:
+    both are taken in one pass as long as everybody finds his hashes ready, and a pass goes on with the hash alone once
+    somebody does not; one thread in four may do so at once. What was passed over is read again for it, with ``behind``,
+    while it is being sent. What has none by then goes without. ``group`` payloads are hashed together by one thread,
+    but for those numbered ``blocks``, which are read ahead in large blocks. ``plain`` hashes byte by
+    byte. Who wants hashes makes a `feed` before `start`.
 
     `start` and `close` belong to one ``try`` and its ``finally``: an interrupt may come at any moment. The first
     failure of any thread is raised to everybody who asks afterwards.
@@ -59,7 +65,7 @@ class HashPool:
         digest: Collection[int] = (),
         group: int = 1,
         blocks: frozenset[int] = frozenset(),
-        digested: Callable[[Payload], object] | None = None,
+        behind: bool = True,
         plain: bool = False,
     ) -> None:
         self._payloads = payloads
@@ -69,13 +75,14 @@ class HashPool:
         self._changed = threading.Condition(threading.Lock())
         self._hashes: list[int | None] = [None] * len(payloads)
         self._state = [_State.WAITING] * len(payloads)
+        self._known = frozenset(known or {})
         for index, value in (known or {}).items():
             self._hashes[index] = value
             self._state[index] = _State.DONE
-        self._wanted = {index for index in digest if self._hashes[index] is None}
+        self._wanted = set(digest)
         self._digests: dict[int, bytes] = {}
         self._blocks = blocks
-        self._digested = digested
+        self._may_read_behind = behind
         self._behind: deque[int] = deque()
         self._digesting = 0
         self._feeds: list[HashFeed] = []
@@ -110,7 +117,9 @@ class HashPool:
                 return
 
     def close(self) -> None:
-        """Stop, within about a tenth of a second; afterwards nothing reads the payloads, so files may be closed."""
+        """Stop, within about a tenth of a second where files take no longer to read 1 MiB; afterwards nothing reads the
+        payloads, so files may be closed.
+        """
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -130,22 +139,18 @@ class HashPool:
         return self._count
 
     def results(self) -> dict[int, tuple[int, bytes]]:
-        """FNV-1a 64 and SHA-256 of what was hashed here and has both, by number of payload."""
+        """FNV-1a 64 and SHA-256 (empty where there was no time for it) of what was hashed here, by payload."""
         with self._changed:
             found = {}
-            for index, digest in self._digests.items():
-                value = self._hashes[index]
-                if value is not None:
+            for index, value in enumerate(self._hashes):
+                digest = self._digests.get(index, b"")
+                if value is not None and (digest or index not in self._known):
                     found[index] = (value, digest)
             return found
 
     def hash_of(self, index: int) -> int | None:
         """The hash of payload number ``index``, if it is known by now."""
         return self._hashes[index]
-
-    def finish_digests(self, watch: Watch) -> None:
-        """Wait for the SHA-256 of everything that has been hashed and wants one; ``watch`` as in `HashFeed.get`."""
-        self._wait(lambda: not self._behind and not self._digesting, watch)
 
     # For feeds and workers.
 
@@ -169,8 +174,7 @@ class HashPool:
                         self._changed.wait()
                     if self._closed:
                         return
-                    hashing, indices = task
-                self._run(hashing, indices, self._stop_if_closed)
+                self._run(*task)
         except _Cancelled:
             pass
         except BaseException as error:
@@ -182,61 +186,85 @@ class HashPool:
         if self._closed or self._failure is not None:
             raise _Cancelled
 
-    def _take(self) -> tuple[bool, list[int]] | None:
-        """What to do next: (True, payloads to hash) or (False, [a payload to digest]). The lock is held."""
+    def _pressed(self) -> bool:
+        """Whether somebody had to wait for the last hash he asked for. No lock is needed to ask."""
+        return any(feed._late for feed in self._feeds)
+
+    def _take(self) -> tuple[list[int], bool] | None:
+        """Payloads to do next, and whether for both hashes; None if there is nothing to do. The lock is held."""
         if self._closed or self._failure is not None:
             return None
+        # One thread in four: the others' CPUs are for those who send, and receive.
+        calm = bool(self._wanted) and 4 * self._digesting < self._count and not self._pressed()
         for step in range(len(self._feeds)):
             feed = self._feeds[(self._turn + step) % len(self._feeds)]
-            indices = feed._take(self._group)
+            indices = feed._take(1 if calm else self._group)
             if indices:
                 self._turn += step + 1
-                return True, indices
-        if self._behind:
+                both = calm and indices[0] in self._wanted
+                self._digesting += both
+                return indices, both
+        if calm and self._behind:
             self._digesting += 1
-            return False, [self._behind.popleft()]
+            return [self._behind.popleft()], True
         return None
 
-    def _run(self, hashing: bool, indices: list[int], check: Watch) -> None:
-        payloads = [self._payloads[index] for index in indices]
+    def _run(self, indices: list[int], both: bool) -> None:
         started = time.monotonic_ns()
-        if not hashing:
-            digest = sha256_of(payloads[0], check)
-            with self._changed:
-                self.spent_ns += time.monotonic_ns() - started
-                self._digests[indices[0]] = digest
-                self._digesting -= 1
-                self._settle(indices[0])
-            return
-        hashes = self._hash(indices, check)
+        digest = b""
+        if self._state[indices[0]] is _State.DONE:
+            digest = self._digest_behind(indices[0])
+            hashes = [self._hashes[indices[0]]]
+        elif both:
+            found = self._hash_one(indices[0], self._stop_if_closed, lambda: not self._pressed())
+            hashes, digest = [found.fnv1a], found.sha256
+        else:
+            hashes = [*self._hash(indices, self._stop_if_closed)]
         with self._changed:
+            self._digesting -= both
             self.spent_ns += time.monotonic_ns() - started
             for index, value in zip(indices, hashes, strict=True):
                 self._hashes[index] = value
                 self._state[index] = _State.DONE
-                if index in self._wanted:
-                    self._behind.append(index)
+            if digest:
+                self._digests[indices[0]] = digest
+                self._wanted.discard(indices[0])
             self._changed.notify_all()
 
+    def _digest_behind(self, index: int) -> bytes:
+        """SHA-256 of a payload whose hash is known, or nothing if somebody waits for another one's, or it changed."""
+
+        def check() -> None:
+            self._stop_if_closed()
+            if self._pressed():
+                raise _Pressed
+
+        try:
+            found = hash_with_digest(self._payloads[index], check)
+        except _Pressed:
+            with self._changed:
+                self._behind.append(index)
+            return b""
+        return found.sha256 if found.fnv1a == self._hashes[index] else b""
+
     def _hash(self, indices: Sequence[int], check: Watch) -> list[int]:
-        payloads = [self._payloads[index] for index in indices]
         if self._blocks and not self._blocks.isdisjoint(indices):
-            return [
-                hash_blocks(payload, check) if isinstance(payload, FileRange) else hash_payload(payload)
-                for payload in payloads
-            ]
+            return [self._hash_one(index, check, lambda: False).fnv1a for index in indices]
+        payloads = [self._payloads[index] for index in indices]
         if self._plain:
             return hash_payloads(payloads, check=check, plain=True)
         return hash_payloads(payloads, check=check)
 
-    def _settle(self, index: int) -> None:
-        """Payload ``index`` was digested: those who have released it have its bytes in flight no longer."""
-        self._wanted.discard(index)
-        if self._digested is not None:
-            self._digested(self._payloads[index])
-        for feed in self._feeds:
-            feed._let_go(index)
-        self._changed.notify_all()
+    def _hash_one(self, index: int, check: Watch, digest: Callable[[], bool]) -> Hashes:
+        payload = self._payloads[index]
+        if index in self._blocks and isinstance(payload, FileRange):
+            return hash_blocks(payload, check, digest)
+        return hash_with_digest(payload, check, digest)
+
+    def _is_sent(self, index: int) -> None:
+        """Payload ``index`` is being sent, so that its bytes are in memory. The lock is held."""
+        if self._may_read_behind and index in self._wanted and index not in self._blocks and index not in self._behind:
+            self._behind.append(index)
 
 
 class HashFeed:
@@ -254,7 +282,8 @@ class HashFeed:
         self._demand = -1
         self._bytes = 0
         self.known = sum(pool._state[index] is _State.DONE for index in order)
-        self._held: dict[int, bool] = {}  # payload -> whether it was released, and only its digest is missing
+        self._held: set[int] = set()
+        self._late = len(order) > 0
 
     def __len__(self) -> int:
         return len(self._order)
@@ -268,6 +297,7 @@ class HashFeed:
         pool, index = self.pool, self._order[position]
         pool.check()
         here = pool.threads == 0
+        self._late = pool._hashes[index] is None
         while (value := pool._hashes[index]) is None:
             with pool._changed:
                 self._demand = max(self._demand, position)
@@ -282,13 +312,14 @@ class HashFeed:
                 )
         return value
 
-    def release(self, position: int) -> None:
-        """The payload at ``position`` has been dealt with; others may be hashed in its place."""
+    def release(self, position: int, *, sent: bool = False) -> None:
+        """The payload at ``position`` has been dealt with; others may be hashed in its place. ``sent`` says that it has
+        to be sent, and will be in memory for that.
+        """
         pool, index = self.pool, self._order[position]
         with pool._changed:
-            if index not in self._held:
-                return
-            self._held[index] = True
+            if sent:
+                pool._is_sent(index)
             self._let_go(index)
             pool._changed.notify_all()
 
@@ -298,9 +329,9 @@ class HashFeed:
             gone = {self._order[position] for position in positions}
             self._order = [index for index in self._order if index not in gone]
             self._next = 0
-            for index in gone & self._held.keys():
-                self._held[index] = True
+            for index in gone:
                 self._let_go(index)
+            self._late = bool(self._order)
             self.pool._changed.notify_all()
 
     def close(self) -> None:
@@ -309,6 +340,7 @@ class HashFeed:
             self._next = len(self._order)
             self._held.clear()
             self._bytes = 0
+            self._late = False
             self.pool._changed.notify_all()
 
     # The lock is held in these.
@@ -327,15 +359,15 @@ class HashFeed:
                 if full and (taken or self._next > self._demand):
                     break
                 pool._state[index] = _State.RUNNING
-                self._held[index] = False
+                self._held.add(index)
                 self._bytes += nbytes
                 taken.append(index)
             self._next += 1
         return taken
 
     def _let_go(self, index: int) -> None:
-        if self._held.get(index) and index not in self.pool._wanted:
-            del self._held[index]
+        if index in self._held:
+            self._held.remove(index)
             self._bytes -= self.pool._payloads[index].nbytes
 
     # Without threads.
@@ -350,16 +382,8 @@ class HashFeed:
                 watch()
                 looked = time.monotonic()
 
-        both: dict[int, bytes] = {}
-        values: list[int] = []
         try:
-            if pool._wanted.isdisjoint(indices):
-                values = pool._hash(indices, check)
-            else:
-                for index in indices:
-                    hashes = hash_with_digest(pool._payloads[index], check)
-                    values.append(hashes.fnv1a)
-                    both[index] = hashes.sha256
+            values = pool._hash(indices, check)
         except BaseException as error:
             with pool._changed:
                 for index in indices:
@@ -372,7 +396,4 @@ class HashFeed:
             for index, value in zip(indices, values, strict=True):
                 pool._hashes[index] = value
                 pool._state[index] = _State.DONE
-            pool._digests.update(both)
-            for index in both:
-                pool._settle(index)
             pool._changed.notify_all()

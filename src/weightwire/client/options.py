@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from weightwire.config import CACHE_MODES, READ_MODES, LoadConfig
 from weightwire.errors import ConfigError
-from weightwire.index import HashIndex, default_index_path
+from weightwire.index import HashIndex, IndexChoice, check_index, open_index
 
-__all__ = ["IndexChoice", "ProgressCallback", "PushOptions"]
+__all__ = ["ProgressCallback", "PushOptions"]
 
 ProgressCallback = Callable[[str, int, int], object]
-IndexChoice = HashIndex | str | os.PathLike[str] | bool | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,10 +49,7 @@ class PushOptions:
                 raise ConfigError(f"{name}: {getattr(self, name)!r} is neither True nor False")
         if self.probe is not None and not isinstance(self.probe, bool):
             raise ConfigError(f"probe: {self.probe!r} is none of True, False and None")
-        if self.index is not None and not isinstance(self.index, (HashIndex, str, os.PathLike, bool)):
-            raise ConfigError(
-                f"index: {self.index!r} is no index", hint="give a path, a HashIndex, or False for none at all"
-            )
+        check_index(self.index)
         load = LoadConfig.resolve(threads=self.threads, in_flight=self.in_flight)
         object.__setattr__(self, "load", load if self.optimized else replace(load, threads=0))
 
@@ -69,10 +64,4 @@ class PushOptions:
 
     def open_index(self) -> HashIndex | None:
         """The index to use, if any; whoever calls closes it, unless it is the caller's own (``index`` itself)."""
-        if self.index is False or not self.optimized:
-            return None
-        if isinstance(self.index, HashIndex):
-            return self.index
-        if self.index is None or self.index is True:
-            return HashIndex() if default_index_path() is not None else None
-        return HashIndex(self.index)
+        return open_index(self.index) if self.optimized else None

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable
 
 from weightwire.client.remote import RemoteTensor
 from weightwire.client.sender import Sender
-from weightwire.client.sources import read_range
 from weightwire.hashing import hash_payloads
+from weightwire.model.reading import read_range
 from weightwire.profile import Stage
 from weightwire.ranges import FileRange
 from weightwire.transport.memory import cleared_memory

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import reprlib
 from collections.abc import Sequence
 from typing import Final
 
@@ -14,34 +13,16 @@ from weightwire.client.layout import lay_out
 from weightwire.client.remote import RemoteBuffer, RemoteTensor
 from weightwire.errors import ConfigError, ModelError, ProtocolError
 from weightwire.model import Model, ModelTensor
+from weightwire.model.choosing import included
 from weightwire.wire.answers import decode_u64_answer
 from weightwire.wire.commands import Command
 from weightwire.wire.tensor import weight_tensor
 from weightwire.wire.types import TYPES
 
-__all__ = ["compile_include", "place", "select"]
-
-_EXPRESSIONS: Final = r"for example '^blk\.0\.' or 'attn_.*weight'"
+__all__ = ["place", "select"]
 
 _PADDED_ROW: Final = 512
 """Elements; servers on CUDA pad shorter rows of quantised tensors (docs/protocol.md, section 11)."""
-
-
-def compile_include(include: str | None) -> re.Pattern[str] | None:
-    """The expression tensors are chosen by. ConfigError if it is none, or none that Python's `re` can hold."""
-    if include is None:
-        return None
-    if not isinstance(include, str):
-        raise ConfigError(f"include: {reprlib.repr(include)} is not text", hint=_EXPRESSIONS)
-    try:
-        return re.compile(include)
-    except RecursionError:
-        reason = "it is nested too deeply"
-    except MemoryError:
-        reason = "it takes too much memory"
-    except (re.error, ValueError, OverflowError) as error:
-        reason = str(error)
-    raise ConfigError(f"include: {reprlib.repr(include)} is not a regular expression: {reason}", hint=_EXPRESSIONS)
 
 
 def select(model: Model, include: re.Pattern[str] | None, layers: Layers | None = None) -> list[ModelTensor]:
@@ -56,12 +37,7 @@ def select(model: Model, include: re.Pattern[str] | None, layers: Layers | None 
         raise ModelError("there is no tensor in it", path=where)
     if layers is not None:
         layers.check(model.tensors)
-    found = [tensor for name, tensor in model.tensors.items() if include is None or include.search(name)]
-    if not found and include is not None:
-        raise ConfigError(
-            f"include: {include.pattern!r} is in none of the {len(model.tensors)} tensor names",
-            hint=f"the first is {next(iter(model.tensors))!r}",
-        )
+    found = included(model, include)
     chosen = [tensor for tensor in found if layers is None or layers.holds(tensor.name)]
     if not chosen:
         raise ConfigError(

@@ -6,10 +6,9 @@ as it was (docs/protocol.md, section 9).
 
 from __future__ import annotations
 
-import os
 from typing import Final, NamedTuple
 
-from weightwire.errors import ModelError
+from weightwire.model.reading import read_bytes
 from weightwire.ranges import FileRange
 
 __all__ = ["EDGE", "Edge", "edges_of"]
@@ -46,19 +45,4 @@ def edges_of(payload: FileRange | memoryview) -> tuple[Edge, ...]:
 def _bytes_at(payload: FileRange | memoryview, offset: int, nbytes: int) -> bytes:
     if isinstance(payload, memoryview):
         return bytes(payload.cast("B")[offset : offset + nbytes])
-    data = b""
-    while len(data) < nbytes:
-        at = payload.offset + offset + len(data)
-        try:
-            part = os.pread(payload.fd, nbytes - len(data), at)
-        except OSError as error:
-            raise ModelError(f"cannot read: {error.strerror}", path=payload.path, offset=at) from error
-        if not part:
-            raise ModelError(
-                "file is shorter than when opened",
-                path=payload.path,
-                offset=at,
-                hint="something changed the file; open the model again",
-            )
-        data += part
-    return data
+    return read_bytes(payload, offset, nbytes)

@@ -16,7 +16,7 @@ from weightwire.client.hashpool import HashFeed
 from weightwire.client.layers import parse_layers
 from weightwire.client.options import ProgressCallback, PushOptions
 from weightwire.client.plain import PlainSender
-from weightwire.client.plan import compile_include, place, select
+from weightwire.client.plan import place, select
 from weightwire.client.remote import RemoteBuffer, RemoteTensor
 from weightwire.client.result import PushResult, PushSummary
 from weightwire.client.sender import Sender
@@ -24,6 +24,7 @@ from weightwire.client.sources import Sources
 from weightwire.client.verify import verify_tensors
 from weightwire.errors import IntegrityError, WeightwireError
 from weightwire.model import Model, ModelTensor, open_model
+from weightwire.model.choosing import compile_include
 from weightwire.profile import Stage
 from weightwire.ranges import FileRange
 
@@ -55,7 +56,7 @@ def push(channel: Channel, server_has_cache: bool, source: ModelSource, options:
                 in_flight=options.load.in_flight,
                 index=index,
                 read=options.read,
-                drop=drop,
+                dropping=options.drop_behind,
                 plain=not options.optimized,
             )
             feed = hashes.feed(tensors)
@@ -150,7 +151,7 @@ def _push(
     if hashes is not None:
         if record:
             recorder.switch(Stage.INDEX)
-            hashes.record(model, lambda: channel.check_peer("finishing the index", tensor=placed[-1].name))
+            hashes.record(model)
             recorder.switch(Stage.GAP)
         recorder.hash_thread_ns += hashes.pool.spent_ns - hashed_before
     recorder.sample()

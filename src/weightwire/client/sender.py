@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
@@ -23,7 +24,12 @@ if TYPE_CHECKING:
 __all__ = ["Sender"]
 
 SLICE: Final = 64 * 1024 * 1024
-"""Bytes of a large payload between two reports of progress."""
+"""Bytes of a large payload between two reports of progress, and the most between two looks at those who hash."""
+
+_FIRST_SLICE: Final = 1 << 20
+_QUICK_NS: Final = 50_000_000
+_SLOW_NS: Final = 200_000_000
+"""A slice that took less is followed by one twice as long, one that took more by one half as long."""
 
 _BATCH: Final = 256
 """Most small messages gathered into one send."""
@@ -60,6 +66,7 @@ class Sender:
         self._batch_ends: list[int] = []
         self._batch_parts: list[Buffer] = []
         self._batch_limit = MAX_OUTSTANDING if self._answered else _BATCH
+        self._slice = min(_FIRST_SLICE, SLICE)
 
     def run(self) -> None:
         """Send everything; answers may be outstanding afterwards."""
@@ -173,13 +180,14 @@ class Sender:
     def _send_large(self, index: int, tensor: RemoteTensor) -> None:
         channel = self._channel
         self._hear_out()
-        step = BLOCK if self._sources.in_blocks(index) else SLICE
+        most = BLOCK if self._sources.in_blocks(index) else SLICE
         head = self._head(tensor, 1 if self._questions is not None and index in self._questions else 0)
         position = 0
         part_of = self._parts(index, tensor, head)
         since = self._recorder.now()
         while True:
-            size = min(step, tensor.nbytes - position)
+            size = min(self._slice, most - position % most, tensor.nbytes - position)
+            begun = time.monotonic_ns()
             previous = self._recorder.switch(Stage.READ)
             part = part_of(position, size)
             self._recorder.switch(Stage.WIRE)
@@ -197,14 +205,25 @@ class Sender:
                 ) from error.__cause__
             self._recorder.switch(previous)
             position += size
+            self._adapt(size, time.monotonic_ns() - begun)
             if position == tensor.nbytes:
                 break
-            self.tell(tensor.name, self._done + position)
+            if position % most == 0:
+                self.tell(tensor.name, self._done + position)
+            if self._questions is not None:
+                self._questions.check()
         channel.end()
         channel.sent_tensors([tensor.name], tensor.nbytes, since)
         if self._answered:
             self._drain()
         self._report(index)
+
+    def _adapt(self, size: int, took_ns: int) -> None:
+        """Slices last some tenth of a second, so that whatever else has failed ends the push that soon."""
+        if took_ns > _SLOW_NS:
+            self._slice = max(self._slice // 2, min(_FIRST_SLICE, SLICE) // 4)
+        elif took_ns < _QUICK_NS and size >= self._slice:
+            self._slice = min(2 * self._slice, SLICE)
 
     def _parts(self, index: int, tensor: RemoteTensor, head: bytes) -> Callable[[int, int], FileRange | memoryview]:
         """What gives the bytes of a large tensor that start at a position and are so many."""

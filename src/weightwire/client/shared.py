@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -11,12 +12,13 @@ from weightwire.client.hashes import TensorHashes
 from weightwire.errors import ModelError
 
 if TYPE_CHECKING:
-    from weightwire.client.dropping import DropBehind
     from weightwire.client.hashpool import HashFeed
     from weightwire.client.options import PushOptions
     from weightwire.model import Model, ModelTensor
 
 __all__ = ["SharedHashes", "shared_hashes"]
+
+_log = logging.getLogger(__name__)
 
 
 class SharedHashes:
@@ -42,15 +44,21 @@ class SharedHashes:
         self._feeds[number].close()
 
     def record(self) -> None:
-        """Put what was found out into the index. A model that has changed since is none to be remembered."""
+        """Put what was found out into the index. A model that has changed since is none to be remembered; nothing that
+        goes wrong here is a failure of the pushes, which have succeeded.
+        """
         if self._started:
-            with contextlib.suppress(ModelError):
-                self._hashes.record(self._model, lambda: None)
+            try:
+                self._hashes.record(self._model)
+            except ModelError as error:
+                _log.debug("nothing is remembered of the model: %s", error)
+            except Exception:
+                _log.warning("what the tensors hash to could not be remembered", exc_info=True)
 
 
 @contextlib.contextmanager
 def shared_hashes(
-    model: Model, chosen: Sequence[Sequence[ModelTensor]], options: PushOptions, drop: DropBehind | None
+    model: Model, chosen: Sequence[Sequence[ModelTensor]], options: PushOptions
 ) -> Iterator[SharedHashes | None]:
     """Inside: the hashes for targets that want ``chosen``, or None if no cache is to be asked."""
     if options.cache == "never":
@@ -65,7 +73,7 @@ def shared_hashes(
             in_flight=options.load.in_flight,
             index=index,
             read=options.read,
-            drop=drop,
+            dropping=options.drop_behind,
             plain=not options.optimized,
         )
         feeds = [hashes.feed(tensors, len(chosen)) for tensors in chosen]

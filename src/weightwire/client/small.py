@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Final
 
-from weightwire.errors import ModelError
+from weightwire.model.reading import read_range
 from weightwire.ranges import FileRange
 
 __all__ = ["SMALL", "WINDOW", "SmallReader"]
@@ -60,19 +59,5 @@ class SmallReader:
         if self._memory is None:
             self._memory = memoryview(bytearray(WINDOW))
         self._fd = -1
-        wanted = end - start
-        got = 0
-        while got < wanted:
-            try:
-                count = os.preadv(first.fd, [self._memory[got:wanted]], start + got)
-            except OSError as error:
-                raise ModelError(f"cannot read: {error.strerror}", path=first.path, offset=start + got) from error
-            if count == 0:
-                raise ModelError(
-                    "file is shorter than when opened",
-                    path=first.path,
-                    offset=start + got,
-                    hint="something changed the file; open the model again",
-                )
-            got += count
+        read_range(first, start - first.offset, self._memory[: end - start])
         self._fd, self._start, self._end = first.fd, start, end

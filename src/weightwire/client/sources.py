@@ -13,12 +13,12 @@ from collections.abc import Callable, Container, Sequence
 from typing import Final
 
 from weightwire.client.dropping import Claim
-from weightwire.errors import ModelError
-from weightwire.hashing import FNV_OFFSET, fnv1a64
+from weightwire.index import Hashes, hash_with_digest
 from weightwire.model.mounts import is_remote, readahead_bytes
+from weightwire.model.reading import read_range
 from weightwire.ranges import FileRange
 
-__all__ = ["BLOCK", "Sources", "hash_blocks", "in_blocks", "read_range"]
+__all__ = ["BLOCK", "Sources", "hash_blocks", "in_blocks"]
 
 BLOCK: Final = 8 << 20
 """Bytes read at once, or handed to the kernel where they are read ahead."""
@@ -152,37 +152,18 @@ def in_blocks(payloads: Sequence[Payload], read: str) -> frozenset[int]:
     )
 
 
-def hash_blocks(payload: FileRange, check: Callable[[], object]) -> int:
-    """FNV-1a 64 of a range of a file that is read in blocks of `BLOCK` bytes, ahead where a network is between.
+def hash_blocks(payload: FileRange, check: Callable[[], object], digest: Callable[[], bool] = lambda: False) -> Hashes:
+    """FNV-1a 64 and SHA-256 of a range of a file that is read ahead where a network is between, a block at a time.
 
-    ``check`` is called before each; what it raises ends the hashing. ModelError for a file that has become too short
-    or cannot be read.
+    ``digest``, ``check`` and errors are those of `hash_with_digest`.
     """
-    memory = memoryview(bytearray(min(BLOCK, payload.nbytes)))
     sources = Sources([payload])
-    value = FNV_OFFSET
-    for position in range(0, payload.nbytes, BLOCK):
-        check()
-        sources.ahead(0, position)
-        value = fnv1a64(read_range(payload, position, memory[: min(BLOCK, payload.nbytes - position)]), value)
-    return value
+    asked = -BLOCK
 
+    def ahead(position: int) -> None:
+        nonlocal asked
+        if position >= asked + BLOCK:
+            asked = position
+            sources.ahead(0, position)
 
-def read_range(payload: FileRange, position: int, into: memoryview) -> memoryview:
-    """Fill ``into`` from byte ``position`` of a range of a file, and return it. ModelError where it cannot be read."""
-    got = 0
-    while got < into.nbytes:
-        at = payload.offset + position + got
-        try:
-            count = os.preadv(payload.fd, [into[got:]], at)
-        except OSError as error:
-            raise ModelError(f"cannot read: {error.strerror}", path=payload.path, offset=at) from error
-        if count == 0:
-            raise ModelError(
-                "file is shorter than when opened",
-                path=payload.path,
-                offset=at,
-                hint="something changed the file; open the model again",
-            )
-        got += count
-    return into
+    return hash_with_digest(payload, check, digest, ahead=ahead)

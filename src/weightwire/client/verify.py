@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Sequence
 
 from weightwire.client.channel import Channel
 from weightwire.client.dropping import Claim
 from weightwire.client.remote import READ_CHUNK, Piece, RemoteTensor, read_pieces
-from weightwire.errors import IntegrityError, ModelError
+from weightwire.errors import IntegrityError
+from weightwire.model.reading import read_range
 from weightwire.ranges import FileRange
 from weightwire.transport.memory import first_difference
 
@@ -84,21 +84,7 @@ def verify_tensors(
 
 
 def _bytes_at(source: Source, offset: int, scratch: memoryview) -> memoryview:
-    """As many bytes as ``scratch`` holds from byte ``offset`` of ``source``, in ``scratch`` or where they are.
-
-    A file is read, not mapped: a mapping of a file that was cut short kills the process.
-    """
+    """As many bytes as ``scratch`` holds from byte ``offset`` of ``source``, in ``scratch`` or where they are."""
     if isinstance(source, memoryview):
         return source[offset : offset + scratch.nbytes]
-    done = 0
-    while done < scratch.nbytes:
-        try:
-            got = os.preadv(source.fd, [scratch[done:]], source.offset + offset + done)
-        except OSError as error:
-            raise ModelError(
-                f"cannot read: {error.strerror}", path=source.path, offset=source.offset + offset
-            ) from error
-        if got == 0:
-            raise ModelError("file is shorter than when opened", path=source.path, offset=source.offset + offset + done)
-        done += got
-    return scratch
+    return read_range(source, offset, scratch)

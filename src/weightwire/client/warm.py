@@ -15,7 +15,7 @@ from weightwire.client.dropping import Claim, claims_for, dropping
 from weightwire.client.fanout import chosen_for
 from weightwire.client.hashes import TensorHashes, is_cached
 from weightwire.client.hashpool import HashFeed
-from weightwire.client.options import IndexChoice, ProgressCallback, PushOptions
+from weightwire.client.options import ProgressCallback, PushOptions
 from weightwire.client.plain import PlainSender
 from weightwire.client.push import ModelSource
 from weightwire.client.remote import RemoteBuffer, RemoteTensor
@@ -24,6 +24,7 @@ from weightwire.client.shared import shared_hashes
 from weightwire.client.sources import Sources
 from weightwire.config import PathConfig, profile_wanted
 from weightwire.errors import AllocationError, CacheUnavailable
+from weightwire.index import IndexChoice
 from weightwire.model import Model, ModelTensor, open_model
 from weightwire.profile import LoadProfile, Stage
 from weightwire.ranges import FileRange
@@ -119,7 +120,7 @@ def warm(
         chosen = [[tensor for tensor in chosen_for(opened, target) if is_cached(tensor)] for target in aims]
         summed = SummedProgress(progress, [sum(tensor.nbytes for tensor in tensors) for tensors in chosen])
         opened.check_unchanged()
-        with dropping(drop_behind) as drop, shared_hashes(opened, chosen, options, drop) as shared:
+        with dropping(drop_behind) as drop, shared_hashes(opened, chosen, options) as shared:
             assert shared is not None  # cache="always"
             claims = claims_for(drop, chosen)
 

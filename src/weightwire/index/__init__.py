@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from weightwire.index.digest import Hashes, hash_with_digest, sha256_of
+from weightwire.index.choice import IndexChoice, check_index, index_for, open_index
+from weightwire.index.digest import Hashes, hash_with_digest
 from weightwire.index.identity import FileIdentity, identity_of
 from weightwire.index.store import HashIndex, Owner, default_index_path
 
@@ -10,9 +11,12 @@ __all__ = [
     "FileIdentity",
     "HashIndex",
     "Hashes",
+    "IndexChoice",
     "Owner",
+    "check_index",
     "default_index_path",
     "hash_with_digest",
     "identity_of",
-    "sha256_of",
+    "index_for",
+    "open_index",
 ]

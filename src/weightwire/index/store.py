@@ -44,7 +44,7 @@ _MOST_ROWS: Final = 250_000
 
 
 class Owner(NamedTuple):
-    """A tensor that was seen to have some hash: its file's path, its name, its size and its SHA-256 (32 bytes)."""
+    """A tensor that was seen to have some hash: its file's path, its name, its size and SHA-256 (32 bytes, or none)."""
 
     path: str
     tensor: str
@@ -143,7 +143,8 @@ class HashIndex:
 
         ``identities`` gives for each ``fd`` what `identity_of` said *before* the bytes were read. Nothing is stored for
         a file that is another now, or that had been changed so shortly before (2 s) that a further write might not
-        show. What was known of an earlier content of the file, or of an earlier file of its path, is dropped.
+        show. What was known of an earlier content of the file, or of an earlier file of its path, is dropped. A SHA-256
+        that is known already is kept where an entry has the same FNV-1a 64 and none.
         """
         files: dict[int, list[tuple[FileRange, str, Hashes]]] = {}
         for entry in entries:
@@ -299,7 +300,7 @@ def _seal(key: Sequence[int], offset: int, nbytes: int, fnv1a: int, sha256: byte
 def _sealed(key: Sequence[int], offset: int, nbytes: int, fnv1a: int, sha256: bytes, seal: object) -> bool:
     """Whether a row is what was written, down to the types of its columns."""
     try:
-        return len(sha256) == 32 and seal == _seal(key, offset, nbytes, fnv1a, sha256)
+        return len(sha256) in (0, 32) and seal == _seal(key, offset, nbytes, fnv1a, sha256)
     except (struct.error, TypeError):
         return False
 
@@ -369,11 +370,23 @@ def _store(
     rows = []
     for each, tensor, hashes in entries:
         fnv1a = _signed(hashes.fnv1a)
-        seal = _seal(key, each.offset, each.nbytes, fnv1a, hashes.sha256)
+        sha256 = hashes.sha256 or _digest_known(connection, file, key, each, fnv1a)
+        seal = _seal(key, each.offset, each.nbytes, fnv1a, sha256)
         name = tensor.encode("utf-8", "surrogatepass")
-        rows.append((file, each.offset, each.nbytes, fnv1a, hashes.sha256, name, seal))
+        rows.append((file, each.offset, each.nbytes, fnv1a, sha256, name, seal))
     connection.executemany("INSERT OR REPLACE INTO hashes VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
     return len(rows)
+
+
+def _digest_known(
+    connection: sqlite3.Connection, file: int | None, key: Sequence[int], each: FileRange, fnv1a: int
+) -> bytes:
+    """The SHA-256 of a sound row of that range with that FNV-1a 64; empty if there is none."""
+    row = connection.execute(
+        "SELECT sha256, seal FROM hashes WHERE file = ? AND offset = ? AND nbytes = ? AND fnv1a = ?",
+        (file, each.offset, each.nbytes, fnv1a),
+    ).fetchone()
+    return row[0] if row is not None and _sealed(key, each.offset, each.nbytes, fnv1a, *row) else b""
 
 
 def _drop(connection: sqlite3.Connection, files: Iterable[int]) -> None:

@@ -33,6 +33,7 @@ class _Area(NamedTuple):
     start: int
     end: int
     shared: bool
+    writable: bool
     offset: int
     device: str
     inode: int
@@ -40,15 +41,24 @@ class _Area(NamedTuple):
 
 
 class _Behind(ModelFile):
-    """A file behind a mapping. Its owner may write to it through that, so that only its size counts."""
+    """A file behind a mapping. Where this process may write to it through one, only its size counts."""
 
     needed = 0
+    watched = False
+    """Whether it may not be written to meanwhile."""
 
     def check_unchanged(self) -> None:
         """ModelError if the file no longer has the bytes that are wanted of it, or is closed."""
         if self.closed:
             raise ModelError("the model is closed", path=self.path)
-        size = os.fstat(self.fd).st_size
+        status = os.fstat(self.fd)
+        size = status.st_size
+        if self.watched and (size, status.st_mtime_ns) != (self.size, self.mtime_ns) and size >= self.needed:
+            raise ModelError(
+                "file was modified since its array was looked at",
+                path=self.path,
+                hint="something writes to it; load the array again when that is done",
+            )
         if size < self.needed:
             raise ModelError(
                 f"file is shorter than its mapping: {size} bytes, where byte {self.needed - 1} is in an array",
@@ -118,6 +128,10 @@ class MappedFiles:
             if (device, status.st_ino) != key:
                 file.close()
                 return None
+            # Its owner may write through a mapping of his own, and mean it; what comes in another way he cannot.
+            file.watched = not any(
+                other.shared and other.writable for other in self._areas if (other.device, other.inode) == key
+            )
             self._opened[key] = file
         return self._opened[key]
 
@@ -195,5 +209,7 @@ def _areas() -> list[_Area]:
             continue
         start, _, end = span.partition(b"-")
         shared = permissions.endswith(b"s")
-        areas.append(_Area(int(start, 16), int(end, 16), shared, int(offset, 16), device.decode(), int(inode), path))
+        writable = permissions[1:2] == b"w"
+        where = int(offset, 16), device.decode(), int(inode), path
+        areas.append(_Area(int(start, 16), int(end, 16), shared, writable, *where))
     return areas

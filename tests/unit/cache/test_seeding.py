@@ -478,3 +478,17 @@ def test_nothing_is_logged_when_all_is_well(model: Path, directory: Path, caplog
     caplog.set_level(logging.DEBUG, "weightwire")
     seed(model, directory, index=False)
     assert not caplog.records
+
+
+def test_a_tensor_is_looked_for_among_entries_of_its_size_that_are_nobody_elses(
+    tmp_path: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    equal = {f"t{at}": bytes([at]) * 5000 for at in range(6)}
+    first = write_model(tmp_path / "first.safetensors", {"t0": equal["t0"]})
+    model = write_model(tmp_path / "equal.safetensors", equal)
+    seed(first, directory, threads=0, index=False)
+    sizes = reads_of(monkeypatch)
+    result = seed(model, directory, threads=0, index=False)
+    assert (result.written, result.present) == (5, 1)
+    assert sizes == [5000] * 6
+    assert files_in(directory) == expected(equal)

@@ -203,3 +203,20 @@ def test_ctrl_c_again_while_the_first_is_reported(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(SystemExit) as caught:
         main()
     assert caught.value.code == 130
+
+
+def test_ctrl_c_once_the_verb_is_done() -> None:
+    """Modules are torn down when the interpreter has given the signals back to the system already."""
+    code = """
+import os, signal, sys
+class Last:
+    def __del__(self, kill=os.kill, pid=os.getpid(), number=signal.SIGINT):
+        kill(pid, number)
+last = Last()
+from weightwire.cli import main
+sys.argv[1:] = ["--version"]
+main()
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert weightwire.__version__ in ran.stdout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 from support.leaks import LeakCheck
+from support.scripted import ScriptedServer, StandIn
 
 import weightwire
 from weightwire import Target, push_all
@@ -76,6 +78,29 @@ def test_every_tensor_is_hashed_once_for_all(
             assert set(server.tensors) == set(opened.tensors)
             for name, tensor in opened.tensors.items():
                 assert server.tensors[name].view() == tensor.view()
+
+
+def bytes_read() -> int:
+    """What this process has read from files by system calls, sendfile among them (proc_pid_io(5))."""
+    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(fields["rchar"])
+
+
+@pytest.mark.parametrize("threads", [0, 2])
+def test_the_file_is_read_once_for_all(
+    model: Path, always_settled: None, tmp_path: Path, threads: int, no_leaks: LeakCheck
+) -> None:
+    """With the index, too, which wants another hash of each tensor."""
+    with weightwire.open_model(model) as opened:
+        payloads = [tensor.view() for tensor in opened.tensors.values() if tensor.nbytes > 10 * MIB]
+        cache = {weightwire.fnv1a64(payload): bytes(payload) for payload in payloads}
+    with contextlib.ExitStack() as stack:
+        servers = [stack.enter_context(ScriptedServer(StandIn(flags=1, cache=cache))) for _ in range(3)]
+        endpoints = [server.endpoint for server in servers]
+        before = bytes_read()
+        with push_all(model, endpoints, threads=threads, index=tmp_path / "index", probe=False) as pushed:
+            assert [each.result and each.result.summary.hits for each in pushed.check()] == [4, 4, 4]
+        assert 44 * MIB < bytes_read() - before < 45 * MIB
 
 
 def test_each_gets_what_is_for_it(servers, model: Path) -> None:

@@ -14,6 +14,7 @@ from weightwire.client import hashpool
 from weightwire.client.hashpool import HashPool
 from weightwire.errors import ModelError
 from weightwire.hashing import fnv1a64
+from weightwire.index import Hashes
 from weightwire.ranges import FileRange
 
 MANY = 1 << 40
@@ -165,56 +166,134 @@ def test_what_is_known_is_not_read(threads: int, no_leaks: LeakCheck) -> None:
     pool.start()
     assert feed.get(0, nothing) == 77
     assert feed.get(1, nothing) == fnv1a64(b"abc")
-    pool.finish_digests(nothing)
-    assert pool.results() == {}
+    assert pool.results() == {1: (fnv1a64(b"abc"), b"")}
     pool.close()
 
 
-@threads
-def test_digests(threads: int, tmp_path: Path, no_leaks: LeakCheck) -> None:
-    data = os.urandom(300_000)
-    path = tmp_path / "file"
-    path.write_bytes(data)
-    fd = os.open(path, os.O_RDONLY)
-    ranges = [FileRange(fd, at * 100_000, 100_000, str(path)) for at in range(3)]
-    pool = HashPool(ranges, threads=threads, digest=[0, 2])
-    feed = pool.feed([0, 1, 2], 100_000)
+class Passes:
+    """Notes which payloads (by their first bytes) were hashed with a digest, and holds each until it is let through."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun: list[int] = []
+        self.reached = threading.Semaphore(0)
+        self.go = threading.Semaphore(0)
+        self._right = hashpool.hash_with_digest
+        monkeypatch.setattr(hashpool, "hash_with_digest", self.hash)
+
+    def hash(
+        self, payload: memoryview, check: Callable[[], object], digest: Callable[[], bool] = lambda: True
+    ) -> Hashes:
+        self.begun.append(payload[0])
+        self.reached.release()
+        while digest() and not self.go.acquire(timeout=0.01):
+            check()
+        return self._right(payload, check, digest)
+
+
+def both_of(payload: memoryview) -> tuple[int, bytes]:
+    return fnv1a64(payload), hashlib.sha256(payload).digest()
+
+
+def numbered(count: int, size: int = 100) -> list[memoryview]:
+    return [memoryview(bytes([number]) * size) for number in range(count)]
+
+
+def test_both_hashes_come_of_one_pass_where_nobody_waits(monkeypatch: pytest.MonkeyPatch, no_leaks: LeakCheck) -> None:
+    passes = Passes(monkeypatch)
+    passes.go.release(99)
+    payloads = numbered(4)
+    pool = HashPool(payloads, threads=1, digest=[1, 2, 3])
+    feed = pool.feed(range(4), 200)
+    pool.start()
+    assert eventually(lambda: pool.hash_of(1) is not None)
+    assert passes.begun == [], "as long as nobody has come it is urgent"
+    feed.get(0, nothing)
+    feed.release(0)
+    assert eventually(lambda: pool.hash_of(2) is not None)
+    feed.get(1, nothing)
+    feed.release(1)
+    assert eventually(lambda: pool.hash_of(3) is not None)
+    assert passes.begun == [2, 3]
+    assert pool.results() == {
+        **{at: (fnv1a64(payloads[at]), b"") for at in (0, 1)}, **{at: both_of(payloads[at]) for at in (2, 3)}
+    }  # fmt: skip
+    pool.close()
+
+
+def test_a_pass_goes_on_without_the_digest_once_somebody_waits(
+    monkeypatch: pytest.MonkeyPatch, no_leaks: LeakCheck
+) -> None:
+    passes = Passes(monkeypatch)
+    payloads = numbered(4)
+    pool = HashPool(payloads, threads=1, digest=range(4))
+    feed = pool.feed(range(4), 200)
+    pool.start()
+    assert eventually(lambda: pool.hash_of(1) is not None)
+    assert feed.get(0, nothing) == fnv1a64(payloads[0])
+    feed.release(0)
+    assert passes.reached.acquire(timeout=20)
+    assert feed.get(2, nothing) == fnv1a64(payloads[2]), "though its pass was held"
+    assert feed.get(3, nothing) == fnv1a64(payloads[3])
+    pool.close()
+    assert passes.begun == [2], "the last was urgent"
+    assert pool.results() == {at: (fnv1a64(payloads[at]), b"") for at in range(4)}
+
+
+@pytest.mark.parametrize("behind", [True, False])
+def test_what_is_sent_is_read_for_its_digest_meanwhile(
+    behind: bool, monkeypatch: pytest.MonkeyPatch, no_leaks: LeakCheck
+) -> None:
+    """What the server has is not: number 1, here. Number 3 had its hash beforehand."""
+    passes = Passes(monkeypatch)
+    passes.go.release(99)
+    payloads = numbered(4)
+    pool = HashPool(payloads, threads=1, digest=range(4), known={3: fnv1a64(payloads[3])}, behind=behind)
+    feed = pool.feed(range(4), MANY)
+    pool.start()
+    assert eventually(lambda: pool.hash_of(2) is not None)
+    for at in range(4):
+        feed.get(at, nothing)
+        feed.release(at, sent=at != 1)
+    if behind:
+        assert eventually(lambda: len([1 for _, digest in pool.results().values() if digest]) == 3)
+    pool.close()
+    assert passes.begun == ([0, 2, 3] if behind else [])
+    plain = {at: (fnv1a64(payloads[at]), b"") for at in range(3)}
+    assert pool.results() == {**plain, **({at: both_of(payloads[at]) for at in (0, 2, 3)} if behind else {})}
+
+
+def test_a_digest_behind_gives_way_and_comes_later(monkeypatch: pytest.MonkeyPatch, no_leaks: LeakCheck) -> None:
+    passes = Passes(monkeypatch)
+    payloads = numbered(3)
+    pool = HashPool(payloads, threads=1, digest=[0])
+    feed = pool.feed(range(3), 200)
+    pool.start()
+    assert eventually(lambda: pool.hash_of(1) is not None)
+    feed.get(0, nothing)
+    with pool._changed:  # before there is room for another one
+        pool._is_sent(0)
+        pool._changed.notify_all()
+    assert passes.reached.acquire(timeout=20)
+    feed.release(0)
+    assert feed.get(2, nothing) == fnv1a64(payloads[2])
+    passes.go.release(99)
+    assert feed.get(2, nothing) == fnv1a64(payloads[2])
+    feed.release(2)
+    assert eventually(lambda: pool.results()[0] == both_of(payloads[0]))
+    pool.close()
+
+
+def test_in_line_nobody_waits_for_a_digest(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes = Passes(monkeypatch)
+    payloads = numbered(3)
+    pool = HashPool(payloads, threads=0, digest=range(3))
+    feed = pool.feed(range(3), MANY)
     pool.start()
     for at in range(3):
-        feed.get(at, nothing)
-        feed.release(at)
-    pool.finish_digests(nothing)
-    parts = [data[at * 100_000 : (at + 1) * 100_000] for at in range(3)]
-    assert pool.results() == {at: (fnv1a64(parts[at]), hashlib.sha256(parts[at]).digest()) for at in (0, 2)}
+        assert feed.get(at, nothing) == fnv1a64(payloads[at])
+        feed.release(at, sent=True)
     pool.close()
-    os.close(fd)
-
-
-def test_bytes_are_in_flight_until_they_are_digested(monkeypatch: pytest.MonkeyPatch, no_leaks: LeakCheck) -> None:
-    """Otherwise they would have to be read from the disk again."""
-    gate = Gate(monkeypatch)
-    digesting, go = threading.Semaphore(0), threading.Semaphore(0)
-
-    def slow(payload: memoryview, check: Callable[[], object]) -> bytes:
-        digesting.release()
-        assert go.acquire(timeout=20)
-        return bytes(32)
-
-    monkeypatch.setattr(hashpool, "sha256_of", slow)
-    pool = HashPool([memoryview(bytes([number]) * 60) for number in range(2)], threads=2, digest=[0, 1])
-    feed = pool.feed([0, 1], 100)
-    pool.start()
-    gate.wait(1)
-    gate.go.release(2)
-    assert feed.get(0, nothing) == 0
-    feed.release(0)
-    assert digesting.acquire(timeout=20)
-    assert gate.begun == [0]
-    go.release(1)
-    gate.wait(1)
-    go.release(1)
-    assert feed.get(1, nothing) == 1
-    pool.close()
+    assert passes.begun == []
 
 
 @threads
@@ -232,8 +311,6 @@ def test_the_first_failure_is_everybodys(threads: int, huge: list[FileRange], no
         pool.check()
     with pytest.raises(ModelError, match="shorter"):
         other.get(0, nothing)
-    with pytest.raises(ModelError, match="shorter"):
-        pool.finish_digests(nothing)
     pool.close()
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -81,10 +84,29 @@ def test_hashing_in_blocks(tmp_path: Path, size: int) -> None:
     (tmp_path / "file").write_bytes(b"head" + data)
     with open(tmp_path / "file", "rb") as file:
         looks: list[int] = []
-        assert hash_blocks(FileRange(file.fileno(), 4, size), lambda: looks.append(1)) == weightwire.fnv1a64(data)
-        assert len(looks) == -(-size // BLOCK)
+        found = hash_blocks(FileRange(file.fileno(), 4, size), lambda: looks.append(1))
+        assert found == (weightwire.fnv1a64(data), b"")
+        both = hash_blocks(FileRange(file.fileno(), 4, size), lambda: None, lambda: True)
+        assert both == (found.fnv1a, hashlib.sha256(data).digest())
         with pytest.raises(ModelError, match="shorter"):
             hash_blocks(FileRange(file.fileno(), 5, size), lambda: None)
+
+
+def test_hashing_in_blocks_looks_around_inside_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block of a slow file system can take long."""
+    preadv = os.preadv
+
+    def slow(*args: Any) -> int:
+        time.sleep(0.06)
+        return preadv(*args)
+
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "preadv", slow)
+    (tmp_path / "file").write_bytes(bytes(BLOCK))
+    with open(tmp_path / "file", "rb") as file, pytest.raises(KeyboardInterrupt):
+        hash_blocks(FileRange(file.fileno(), 0, BLOCK), stop)
 
 
 def test_a_plain_read_of_a_file_that_was_cut_is_an_error(tmp_path: Path) -> None:

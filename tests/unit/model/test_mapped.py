@@ -172,3 +172,30 @@ def test_a_file_cut_short_is_an_error(kind: str, moment: str, options: dict[str,
     assert run.returncode == 0, (run.returncode, run.stderr)
     assert run.stdout.startswith("ModelError"), run.stdout
     assert "short" in run.stdout, run.stdout
+
+
+def rewrite(path: Path) -> None:
+    before = path.stat().st_mtime_ns
+    while path.stat().st_mtime_ns == before:  # time stamps are only so fine
+        with path.open("r+b") as file:
+            file.write(b"other")
+
+
+def test_a_file_that_is_written_to_while_an_array_is_read_from_it(path: Path, no_leaks: LeakCheck) -> None:
+    array = np.memmap(path, np.uint8, "r")
+    with open_model({"a": array}) as model:
+        model.check_unchanged()
+        rewrite(path)
+        with pytest.raises(ModelError, match="modified"):
+            model.check_unchanged()
+
+
+def test_who_may_write_through_a_mapping_may(path: Path, no_leaks: LeakCheck) -> None:
+    """However it is mapped once more: the kernel has one time for all that is written."""
+    array, mine = np.memmap(path, np.uint8, "r"), np.memmap(path, np.uint8, "r+")
+    with open_model({"a": array, "b": mine}) as model:
+        before = path.stat().st_mtime_ns
+        while path.stat().st_mtime_ns == before:
+            mine[:5] += 1
+            mine.flush()
+        model.check_unchanged()

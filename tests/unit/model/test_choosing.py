@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from weightwire.client.plan import compile_include
 from weightwire.errors import ConfigError
+from weightwire.model.choosing import compile_include
 
 
 def test_an_expression() -> None:
