@@ -213,7 +213,11 @@ def _warm(
             claim.keep([number for number, tensor in enumerate(tensors) if tensor.nbytes <= limit])
         sources = Sources([tensor.payload for tensor in fits], cached=range(len(fits)), read=options.read, claim=claim)
         warmer = _Warmer if options.optimized else _PlainWarmer
-        _fill(warmer, channel, fits, scratch, hashes, feed, sources, progress)
+        try:
+            _fill(warmer, channel, fits, scratch, hashes, feed, sources, progress)
+        except CacheUnavailable:
+            model.check_unchanged()  # a server keeps what it was sent, not what was there when it was hashed
+            raise
         recorder.switch(Stage.WAIT)
         devices.barrier(channel, device)
         recorder.mark()
