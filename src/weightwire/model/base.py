@@ -66,7 +66,7 @@ def usable_name(name: str) -> bool:
 
 
 class _Changed(NamedTuple):
-    """When a file was last changed (ctime, ns), and what may change without its content: number of names, mode, owner."""
+    """When a file was last changed (ctime, ns), and what may change without its content: names, mode and owner."""
 
     ctime_ns: int
     about: tuple[int, int, int, int]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import struct
 from pathlib import Path
 
@@ -199,3 +200,28 @@ def test_a_model_that_is_rewritten_with_its_old_date(tmp_path: Path, which: int)
         (outcome,) = warm(path, server.endpoint, index=False)
     assert isinstance(outcome.error, ModelError)
     assert "though its date is the same" in outcome.error.detail
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_an_entry_that_cannot_be_made_is_said_and_the_others_are(tmp_path: Path, number: int) -> None:
+    names = [f"{fnv1a64(data):016x}" for data in LARGE.values()]
+    with weightwire.Server(port=0, cache=tmp_path) as server:
+        (tmp_path / names[number]).mkdir()
+        (outcome,) = warm(MODEL, server.endpoints[0], index=False)
+    if number == 1:
+        assert outcome.error is None, "only the first and the last are asked for again"
+    else:
+        assert isinstance(outcome.error, CacheUnavailable)
+        assert f"has not kept tensor 'layers.{number}.w'" in outcome.error.detail
+        assert outcome.error.hint
+    assert all((tmp_path / name).is_file() for name in names if name != names[number])
+
+
+def test_a_cache_that_has_gone_is_no_lack_of_a_cache(tmp_path: Path) -> None:
+    with weightwire.Server(port=0, cache=tmp_path / "cache") as server:
+        shutil.rmtree(tmp_path / "cache")
+        (outcome,) = warm(MODEL, server.endpoints[0], index=False)
+        assert isinstance(outcome.error, CacheUnavailable)
+        assert "has not kept" in outcome.error.detail
+        assert "directory gone" in outcome.error.hint
+        assert server.stats().tcp.bytes_received < sum(data.nbytes for data in LARGE.values()), "it gave up"
