@@ -117,8 +117,15 @@ def verify(cache: str | None, quarantine: bool, remove: bool, threads: int | Non
             line(f"{len(report.others)} names that are no entry's: {shown}")
     if report.bad:
         note(f"weightwire: error: {len(report.bad)} bad entries in {printable(report.directory)}")
-        if bad == "keep":
-            note("weightwire: hint: --quarantine moves them away, --remove removes them")
+        hints = []
+        if bad == "keep" and any(each.is_file for each in report.bad):
+            hints.append("--quarantine moves bad files away, --remove removes them")
+        left = [each.name for each in report.bad if not each.is_file]
+        if left:
+            shown = ", ".join(left[:4]) + (" …" if len(left) > 4 else "")
+            hints.append(f"what is no file is left to you to look at and remove: {shown}")
+        if hints:
+            note(f"weightwire: hint: {'; '.join(hints)}")
         sys.exit(CONTENT)
 
 

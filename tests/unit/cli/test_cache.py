@@ -88,6 +88,14 @@ def test_verify(invoke, directory: Path) -> None:
     assert invoke("cache", "verify", *at(directory)).code == 0
 
 
+@pytest.mark.parametrize("option", [[], ["--quarantine"], ["--remove"]])
+def test_verify_says_who_has_to_remove_what_is_no_file(invoke, directory: Path, option: list[str]) -> None:
+    (directory / ("1" * 16)).mkdir()
+    ran = invoke("cache", "verify", *at(directory), *option).failed(4, "left to you", "1" * 16)
+    assert "--quarantine" not in ran.err, "neither option would touch it"
+    assert (directory / ("1" * 16)).is_dir()
+
+
 def test_the_object_of_verify(invoke, directory: Path) -> None:
     (directory / NAMES[1]).write_bytes(b"bad")
     ran = invoke("cache", "verify", *at(directory), "--json", "--remove", "-q")
