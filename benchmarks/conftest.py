@@ -12,7 +12,8 @@ import pytest
 _HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(_HERE), str(_HERE.parent / "tests")]
 
-from harness.models import whole_blocks, write_random  # noqa: E402  (found through the path set above)
+from harness.machine import describe  # noqa: E402  (found through the path set above)
+from harness.models import whole_blocks, write_random  # noqa: E402
 from harness.network import CannotShape, Network, shaped_network  # noqa: E402
 from prepare import peers  # noqa: E402
 
@@ -24,8 +25,24 @@ NBYTES = 1 << 30
 def pytest_addoption(parser: pytest.Parser) -> None:
     """What makes the longer benchmarks shorter or longer."""
     group = parser.getgroup("weightwire")
-    group.addoption("--rounds", type=int, default=5, help="rounds that count, in test_cache.py (default: 5)")
+    group.addoption("--rounds", type=int, default=5, help="rounds that count, where a load is measured (default: 5)")
+    group.addoption("--matrix-mib", type=int, default=1024, help="test_matrix.py: MiB of the model (default: 1024)")
     group.addoption("--every-shape", action="store_true", help="test_cache.py: all shapes on the shaped network too")
+
+
+@pytest.hookimpl
+def pytest_benchmark_update_machine_info(machine_info: dict[str, object]) -> None:
+    """Say what the numbers depend on, and not whose machine it is."""
+    machine_info.clear()
+    machine_info.update(describe())
+
+
+@pytest.hookimpl
+def pytest_benchmark_update_json(output_json: dict[str, object]) -> None:
+    """Keep of the commit what names the code, and no path."""
+    commit = output_json.pop("commit_info", None)
+    if isinstance(commit, dict):
+        output_json["commit_info"] = {name: commit.get(name) for name in ("id", "dirty")}
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,6 @@ two cores.
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Iterator
@@ -24,7 +23,7 @@ from harness.cached import CachedPeer, State, file_system
 from harness.models import file_ranges, full_cache
 from harness.network import LOOPBACK, Network
 from harness.pushing import PushingPeer
-from harness.rounds import Rounds, settle, split
+from harness.rounds import Rounds, record, settle, split
 from harness.socket_pair import SocketPairPeer
 from harness.stock_pair import StockPeer
 from pytest_benchmark.fixture import BenchmarkFixture
@@ -127,20 +126,20 @@ def test_cache(
         kept.clear()
     benchmark.pedantic(push, setup=before, teardown=after, rounds=rounds)
 
-    summary = {
-        "state": state.value,
-        "network": network.name,
-        "file_system": file_system(tmp_path),
-        "entries": len(expected),
-        "bytes_in_entries": sum(expected.values()),
-        **taken.summary(subject.name),
-        "split_seconds": split(ours.profiles),
+    record(
+        benchmark,
+        taken,
+        subject.name,
+        state=state.value,
+        network=network.name,
+        file_system=file_system(tmp_path),
+        entries=len(expected),
+        bytes_in_entries=sum(expected.values()),
+        split_seconds=split(ours.profiles),
         # Of both ends. What else the machine does changes this less than it does the span.
-        "processor_seconds": {pair.name: statistics.median(pair.processor) for pair in (ours, stock)},
-        "entries_in_place_after_seconds": subject.late,
-    }
-    benchmark.extra_info.update(summary)
-    print(json.dumps(summary, indent=2))
+        processor_seconds={pair.name: statistics.median(pair.processor) for pair in (ours, stock)},
+        entries_in_place_after_seconds=subject.late,
+    )
     hits = len(expected) if state.warm else 0
     misses = len(expected) if state is State.COLD else 0
     known = len(expected) if state is State.INDEX else 0
@@ -174,5 +173,4 @@ def test_two_threads_hash(benchmark: BenchmarkFixture, cache_model: Path, rounds
 
         benchmark.pedantic(run, args=("two threads", 2), setup=lambda: run("one thread", 1), rounds=rounds)
         assert hashed["one thread"] == hashed["two threads"] == hash_payloads([tensor.payload for tensor in tensors])
-    benchmark.extra_info.update(taken.summary("two threads"))
-    print(json.dumps(taken.summary("two threads"), indent=2))
+    record(benchmark, taken, "two threads")

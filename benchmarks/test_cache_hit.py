@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from harness.rounds import Rounds, settle
+from harness.rounds import Rounds, record, settle
 from pytest_benchmark.fixture import BenchmarkFixture
 from support.raw_client import RawClient
 
@@ -137,12 +137,9 @@ def test_hits(benchmark: BenchmarkFixture, entries: Entries, verify: str) -> Non
         benchmark.pedantic(fill, setup=read_loop, rounds=ROUNDS)
     finally:
         peer.close()
-    summary = {
-        "verify": verify,
-        "gib_per_s": {name: 1 / rounds.median(name) for name in rounds.seconds},
-        "fresh: times as fast as read()": rounds.ratio("hits into fresh memory", "read() into fresh memory"),
-        "touched: times as fast as read()": rounds.ratio("hits into touched memory", "read() into touched memory"),
-    }
-    benchmark.extra_info.update(summary)
-    print(json.dumps(summary, indent=2))
+    fresh = {name: rounds.seconds[name] for name in ("hits into fresh memory", "read() into fresh memory")}
+    touched = rounds.ratio("hits into touched memory", "read() into touched memory")
+    record(
+        benchmark, Rounds(NBYTES, fresh), "hits into fresh memory", verify=verify, touched_memory_times_as_fast=touched
+    )
     assert min(len(took) for took in rounds.seconds.values()) == ROUNDS

@@ -1,4 +1,5 @@
-"""Pushing 1 GiB over loopback without a cache, beside a bare socket pair and the stock pair.
+"""Pushing 1 GiB over loopback without a cache, beside a bare socket pair, the stock pair and, where installed, gloo and
+iperf3.
 
 Every round runs each peer once, in turn; what is kept are medians of the rounds and of their ratios: ``extra_info`` in
 the JSON, and printed.
@@ -6,20 +7,19 @@ the JSON, and printed.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from harness.gloo import GlooPeer
+from harness.iperf import IperfPeer
 from harness.models import file_ranges
-from harness.rounds import Peer, Rounds, settle
+from harness.rounds import Rounds, record, settle, split, start
 from harness.socket_pair import SocketPairPeer
 from harness.stock_pair import StockPeer
 from harness.weightwire_pair import WeightwirePeer
 from pytest_benchmark.fixture import BenchmarkFixture
-
-ROUNDS = 9
 
 
 @pytest.fixture
@@ -30,17 +30,23 @@ def stack() -> Iterator[ExitStack]:
 
 @pytest.mark.bench
 @pytest.mark.timeout(900)
-def test_push_uncached(benchmark: BenchmarkFixture, model_of_1gib: Path, stock_library: Path, stack: ExitStack) -> None:
+def test_push_uncached(
+    benchmark: BenchmarkFixture, model_of_1gib: Path, stock_library: Path, stack: ExitStack, rounds: int
+) -> None:
     path = model_of_1gib
     subject = WeightwirePeer(path)
-    others: list[Peer] = [
-        SocketPairPeer(path, populate=False),
-        SocketPairPeer(path, populate=True),
-        StockPeer(stock_library, path, file_ranges(path)),
-    ]
-    for peer in (subject, *others):
-        stack.callback(peer.close)
-    rounds = Rounds(subject.nbytes)
+    stack.callback(subject.close)
+    others, absent = start(
+        stack,
+        {
+            "socket pair": lambda: SocketPairPeer(path, populate=False),
+            "socket pair, populated ahead": lambda: SocketPairPeer(path, populate=True),
+            "stock pair": lambda: StockPeer(stock_library, path, file_ranges(path)),
+            "gloo": lambda: GlooPeer(path),
+            "iperf3": lambda: IperfPeer(subject.nbytes),
+        },
+    )
+    taken = Rounds(subject.nbytes)
 
     for peer in (subject, *others):  # warm-up: page cache, allocators, the congestion window
         peer.round()
@@ -48,14 +54,14 @@ def test_push_uncached(benchmark: BenchmarkFixture, model_of_1gib: Path, stock_l
     def run_the_others() -> None:
         for peer in others:
             settle(subject.nbytes)
-            rounds.add(peer.name, peer.round())
+            taken.add(peer.name, peer.round())
         settle(subject.nbytes)
 
     def push() -> None:
-        rounds.add(subject.name, subject.round())
+        taken.add(subject.name, subject.round())
 
-    benchmark.pedantic(push, setup=run_the_others, rounds=ROUNDS)
-    summary = rounds.summary(subject.name)
-    benchmark.extra_info.update(summary)
-    print(json.dumps(summary, indent=2))
-    assert min(len(took) for took in rounds.seconds.values()) == ROUNDS
+    subject.profiles.clear()
+    benchmark.pedantic(push, setup=run_the_others, rounds=rounds)
+    splits = split([profile.as_dict() for profile in subject.profiles])
+    record(benchmark, taken, subject.name, absent=absent, split_seconds=splits)
+    assert min(len(took) for took in taken.seconds.values()) == rounds

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from harness.rounds import Rounds
+from harness.rounds import Rounds, record
 from pytest_benchmark.fixture import BenchmarkFixture
 from safetensors.numpy import save_file
 
@@ -86,6 +86,4 @@ def test_seeding(benchmark: BenchmarkFixture, in_memory: Path) -> None:
         one_round()
         rounds.seconds.clear()  # warm-up
         benchmark.pedantic(one_round, rounds=ROUNDS)
-    summary = rounds.summary("seed with the index")
-    benchmark.extra_info.update(summary)
-    print(summary)
+    record(benchmark, rounds, "seed with the index")

@@ -1,17 +1,27 @@
-"""A model of 20,000 tensors of 4 KiB: what a tensor costs beyond its bytes, client and server together."""
+"""A model of 20,000 tensors of 4 KiB: what a tensor costs beyond its bytes, client and server together.
+
+Beside the stock pair, and a bare socket pair, which sends the same bytes in one piece.
+"""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 import pytest
+from harness.models import file_ranges
+from harness.rounds import Peer, Rounds, record, split
+from harness.socket_pair import SocketPairPeer
+from harness.stock_pair import StockPeer
 from harness.weightwire_pair import WeightwirePeer
 from pytest_benchmark.fixture import BenchmarkFixture
 from safetensors.numpy import save_file
 
 TENSORS = 20_000
+ROUNDS = 9
 
 
 @pytest.fixture(scope="module")
@@ -23,16 +33,42 @@ def many_small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def pair(many_small: Path) -> Iterator[WeightwirePeer]:
-    peer = WeightwirePeer(many_small)
-    yield peer
-    peer.close()
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
 
 
 @pytest.mark.bench
-def test_push_small_tensors(benchmark: BenchmarkFixture, pair: WeightwirePeer) -> None:
-    benchmark.pedantic(pair.round, rounds=9, warmup_rounds=1)
-    per_tensor = sorted(profile.span_ns for profile in pair.profiles[1:])[4] / TENSORS / 1000
-    benchmark.extra_info.update(tensors=TENSORS, microseconds_per_tensor=per_tensor)
-    print(f"{per_tensor:.1f} microseconds per tensor")
-    assert len(pair.profiles) == 10
+@pytest.mark.timeout(300)
+def test_push_small_tensors(
+    benchmark: BenchmarkFixture, many_small: Path, stock_library: Path, stack: ExitStack
+) -> None:
+    subject = WeightwirePeer(many_small)
+    stack.callback(subject.close)
+    others: list[Peer] = []
+    for peer in (
+        StockPeer(stock_library, many_small, file_ranges(many_small)),
+        SocketPairPeer(many_small, populate=False),
+    ):
+        stack.callback(peer.close)
+        others.append(peer)
+    taken = Rounds(subject.nbytes)
+    for peer in (subject, *others):
+        peer.round()
+    subject.profiles.clear()
+
+    def run_the_others() -> None:
+        for peer in others:
+            taken.add(peer.name, peer.round())
+
+    benchmark.pedantic(lambda: taken.add(subject.name, subject.round()), setup=run_the_others, rounds=ROUNDS)
+    spans = [profile.span_ns for profile in subject.profiles]
+    record(
+        benchmark,
+        taken,
+        subject.name,
+        tensors=TENSORS,
+        microseconds_per_tensor=statistics.median(spans) / TENSORS / 1000,
+        split_seconds=split([profile.as_dict() for profile in subject.profiles]),
+    )
+    assert len(spans) == ROUNDS

@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,9 @@ class Worker:
     It ends with its input, and so with this process.
     """
 
-    def __init__(self, place: Sequence[str], module: str, *arguments: object) -> None:
+    def __init__(
+        self, place: Sequence[str], module: str, *arguments: object, environ: Mapping[str, str] | None = None
+    ) -> None:
         command = [*place, sys.executable, "-m", f"harness.{module}", *map(str, arguments)]
         path = os.pathsep.join(filter(None, [str(_BENCHMARKS), os.environ.get("PYTHONPATH")]))
         self._process = subprocess.Popen(
@@ -29,7 +31,7 @@ class Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONPATH": path},
+            env={**os.environ, **(environ or {}), "PYTHONPATH": path},
         )
 
     @property

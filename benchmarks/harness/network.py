@@ -35,12 +35,13 @@ class CannotShape(Exception):
 
 @dataclass(frozen=True)
 class Network:
-    """How commands are started at either end, and the address servers listen on."""
+    """How commands are started at either end, the address servers listen on, and the client's."""
 
     name: str = "loopback"
     host: str = "127.0.0.1"
     at_server: tuple[str, ...] = ()
     at_client: tuple[str, ...] = ()
+    client: str = "127.0.0.1"
 
 
 LOOPBACK: Final = Network()
@@ -64,7 +65,7 @@ def shaped_network(rate: int = RATE) -> Iterator[Network]:
             _run(enter, "ip", "link", "set", "ww0", "up")
             shape = ["rate", f"{rate}bit", "burst", str(_BURST), "limit", str(_QUEUE)]
             _run(enter, "tc", "qdisc", "add", "dev", "ww0", "root", "tbf", *shape)
-        yield Network(f"{rate / 1e9:g} Gbit/s", _SERVER, at_server, at_client)
+        yield Network(f"{rate / 1e9:g} Gbit/s", _SERVER, at_server, at_client, _CLIENT)
 
 
 @contextlib.contextmanager

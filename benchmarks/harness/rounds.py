@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from weightwire.transport.memory import HostRegion
+
+if TYPE_CHECKING:
+    from pytest_benchmark.fixture import BenchmarkFixture
+
+
+class PeerAbsent(Exception):
+    """There is no such peer here; the text says why."""
 
 
 class Peer(Protocol):
@@ -34,27 +43,70 @@ class Rounds:
         """Median seconds of a peer's rounds."""
         return statistics.median(self.seconds[name])
 
+    def ratios(self, name: str, against: str) -> list[float]:
+        """How many times as fast as ``against`` ``name`` was, in each round."""
+        pairs = zip(self.seconds[against], self.seconds[name], strict=True)
+        return [other / own for other, own in pairs]
+
     def ratio(self, name: str, against: str) -> float:
         """How many times as fast as ``against`` is ``name``: the median over rounds run side by side."""
-        pairs = zip(self.seconds[against], self.seconds[name], strict=True)
-        return statistics.median(other / own for other, own in pairs)
+        return statistics.median(self.ratios(name, against))
 
     def summary(self, subject: str) -> Mapping[str, object]:
-        """What a benchmark keeps: medians, spread, GiB/s and the subject's ratio to every peer."""
+        """What a benchmark keeps: medians, spread, GiB/s (where bytes are moved) and the subject's ratio to every peer.
+
+        A ratio above 1 says that the subject is faster. compare.py and report.py read these names.
+        """
+        others = [name for name in self.seconds if name != subject]
+        speed = {name: self.nbytes / 2**30 / self.median(name) for name in self.seconds} if self.nbytes else {}
         return {
+            "subject": subject,
             "bytes": self.nbytes,
             "rounds": len(next(iter(self.seconds.values()))),
             "median_seconds": {name: self.median(name) for name in self.seconds},
+            "quartiles_seconds": {name: quartiles(took) for name, took in self.seconds.items()},
             "min_max_seconds": {name: [min(took), max(took)] for name, took in self.seconds.items()},
-            "gib_per_s": {name: self.nbytes / 2**30 / self.median(name) for name in self.seconds},
-            "times_as_fast_as": {name: self.ratio(subject, name) for name in self.seconds if name != subject},
+            "gib_per_s": speed,
+            "times_as_fast_as": {name: self.ratio(subject, name) for name in others},
+            "quartiles_times_as_fast_as": {name: quartiles(self.ratios(subject, name)) for name in others},
         }
+
+
+def quartiles(values: Sequence[float]) -> list[float]:
+    """Between what the middle half of ``values`` lies; twice the value where there is one."""
+    if len(values) == 1:
+        return [values[0], values[0]]
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return [low, high]
 
 
 def split(profiles: Sequence[Mapping[str, int]]) -> dict[str, float]:
     """Median seconds of each stage of `LoadProfile`, the whole span included, over the profiles of several rounds."""
     stages = [name for name in profiles[0] if name.endswith("_ns")]
     return {name[:-3]: statistics.median(profile[name] for profile in profiles) / 1e9 for name in stages}
+
+
+def start(stack: ExitStack, factories: Mapping[str, Callable[[], Peer]]) -> tuple[list[Peer], dict[str, str]]:
+    """The peers that can be had here, closed with ``stack``, and why the others, by their names, cannot."""
+    peers: list[Peer] = []
+    absent: dict[str, str] = {}
+    for name, factory in factories.items():
+        try:
+            peer = factory()
+        except PeerAbsent as why:
+            absent[name] = str(why)
+        else:
+            stack.callback(peer.close)
+            peers.append(peer)
+    return peers, absent
+
+
+def record(benchmark: BenchmarkFixture, rounds: Rounds, subject: str, **facts: object) -> dict[str, object]:
+    """Keep what a benchmark found in the JSON, always in the same form, and print it. ``facts`` are further members."""
+    summary = {**rounds.summary(subject), **facts}
+    benchmark.extra_info.update(summary)
+    print(json.dumps(summary, indent=2))
+    return summary
 
 
 def settle(nbytes: int) -> None:

@@ -13,6 +13,10 @@
 /* The hash of n bytes, continued from hash (WW_FNV1A_OFFSET to begin). data may be NULL when n is 0. */
 uint64_t ww_fnv1a64(const void *data, size_t n, uint64_t hash);
 
+/* Reads nbytes of a file from offset into data, and hashes what has come while it is in a cache: *hash goes on, *got tells
+ * how many bytes. WW_SHORT: the file ends at offset + *got. WW_FAILED ("pread"). */
+struct ww_status ww_fnv1a_read(int fd, uint64_t offset, void *data, size_t nbytes, size_t *got, uint64_t *hash);
+
 /* The ways there are of hashing one buffer on this architecture, best first, the plain loop last: the name of number
  * `index`, and whether this CPU has its instructions. NULL past the last. */
 const char *ww_fnv1a_variant(size_t index, int *offered);
@@ -58,6 +62,7 @@ struct ww_fnv1a_many {
     uint64_t left;                            /* bytes the running call may still hash; set by each call */
     int64_t until_ns;                         /* CLOCK_MONOTONIC: when the running call comes back; set by each call */
     int late;                                 /* that moment has passed */
+    int plain;                                /* set after the start: one payload after another, by the plain loop alone */
     size_t failed;                            /* the job of a failure */
     uint64_t failed_at;                       /* and the offset in its file */
 };

@@ -99,6 +99,7 @@ void ww_fnv1a_many_start(struct ww_fnv1a_many *many, struct ww_fnv1a_job *jobs, 
     many->active = 0;
     many->until_ns = 0;
     many->late = 0;
+    many->plain = 0;
     many->failed = 0;
     many->failed_at = 0;
     for (size_t i = 0; i < WW_FNV1A_LANES; i++) {
@@ -119,7 +120,7 @@ static int run_vectors(struct ww_fnv1a_many *many, struct ww_fnv1a_lane *lane, s
 {
     for (;;) {
         uint64_t n = lane->ready < many->left ? lane->ready : many->left;
-        if (n >= WW_FNV1A_SHORT) {
+        if (n >= WW_FNV1A_SHORT && !many->plain) {
             advance(many, lane, ww_fnv1a_vectors(lane->at, (size_t)n, &lane->hash));
         }
         if (lane->ready || !lane->unread || many->left == 0 || many->late) {
@@ -136,7 +137,8 @@ static int run_vectors(struct ww_fnv1a_many *many, struct ww_fnv1a_lane *lane, s
  * its place. */
 static int settle(struct ww_fnv1a_many *many, struct ww_status *status)
 {
-    while (many->active < WW_FNV1A_LANES && many->next < many->count) {
+    size_t lanes = many->plain ? 1 : WW_FNV1A_LANES;
+    while (many->active < lanes && many->next < many->count) {
         take_next(many, &many->lane[many->active++]);
     }
     for (size_t i = 0; i < many->active;) {

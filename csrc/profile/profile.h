@@ -64,6 +64,8 @@ int ww_profile_leave_wire(struct ww_profile *profile, int stage);
 void ww_profile_open(struct ww_profile *profile, int anew);
 void ww_profile_commit(struct ww_profile *profile);
 void ww_profile_count(struct ww_profile *profile, unsigned int command, uint64_t count, int64_t since_ns);
+
+/* CLOCK_MONOTONIC, nanoseconds. */
 int64_t ww_profile_clock(void);
 
 static inline int ww_profile_is_on(struct ww_profile *profile)

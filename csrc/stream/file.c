@@ -1,6 +1,7 @@
 #include "stream/stream.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <poll.h>
 #include <pthread.h>
 #include <signal.h>
@@ -39,6 +40,15 @@ struct ww_status ww_read_file(int fd, uint64_t offset, void *data, size_t nbytes
         }
     }
     return ww_status_of(WW_DONE, 0, "pread");
+}
+
+void ww_write_back(int fd, uint64_t offset, uint64_t nbytes, int wait)
+{
+    unsigned flags = SYNC_FILE_RANGE_WRITE;
+    if (wait) {
+        flags |= SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WAIT_AFTER;
+    }
+    (void)sync_file_range(fd, (off_t)offset, (off_t)nbytes, flags);
 }
 
 static uint64_t preemptions(void)

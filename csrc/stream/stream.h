@@ -54,6 +54,10 @@ struct ww_status ww_send_parts(int fd, struct ww_parts *parts, int more, struct 
 /* Reads up to nbytes of a file into data; *got tells how many. WW_SHORT: it ends at offset + *got. */
 struct ww_status ww_read_file(int fd, uint64_t offset, void *data, size_t nbytes, size_t *got);
 
+/* Has the kernel write those bytes of a file to the disk now (0 bytes: to the end), and waits for it if asked to; what the
+ * file needs besides is not written (sync_file_range(2)). A hint: where a file system cannot, nothing happens. */
+void ww_write_back(int fd, uint64_t offset, uint64_t nbytes, int wait);
+
 /* How the bytes of a file get to the socket. */
 enum ww_file_way {
     WW_BY_SENDFILE = 0, /* no copy on this side; best where sender and receiver have a processor each */

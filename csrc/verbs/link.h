@@ -74,6 +74,9 @@ struct ww_status ww_link_send(struct ww_link *link, struct ww_link_parts *parts,
 /* As ww_recv_exact. What had arrived before the peer went is delivered first. */
 struct ww_status ww_link_recv(struct ww_link *link, void *data, size_t nbytes, struct ww_flow *flow);
 
+/* Copies up to nbytes of what has arrived without taking it; how many. Never waits. */
+size_t ww_link_peek(struct ww_link *link, void *data, size_t nbytes);
+
 enum ww_fault_kind {
     WW_FAULT_NONE,
     WW_FAULT_STATUS,   /* a completion in error: wc_status, vendor */

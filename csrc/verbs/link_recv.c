@@ -129,6 +129,22 @@ static size_t consume(struct ww_link *link, uint8_t *to, size_t wanted)
     return done;
 }
 
+size_t ww_link_peek(struct ww_link *link, void *data, size_t nbytes)
+{
+    size_t seen = 0;
+    pthread_mutex_lock(&link->recv_lock);
+    (void)ww_link_drain(link);
+    for (uint32_t i = 0; i < link->held && seen < nbytes; i++) {
+        const struct ww_arrival *arrival = &link->arrivals[(link->first + i) % WW_ARRIVALS];
+        size_t n = arrival->nbytes - arrival->used;
+        n = n < nbytes - seen ? n : nbytes - seen;
+        memcpy((uint8_t *)data + seen, arrival->data + arrival->used, n);
+        seen += n;
+    }
+    pthread_mutex_unlock(&link->recv_lock);
+    return seen;
+}
+
 static struct ww_status receive(struct ww_link *link, uint8_t *data, size_t nbytes, struct ww_flow *flow)
 {
     while (flow->done < nbytes) {

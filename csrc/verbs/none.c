@@ -204,6 +204,14 @@ struct ww_link_fault ww_link_fault(struct ww_link *link)
     return (struct ww_link_fault){.kind = WW_FAULT_NONE};
 }
 
+size_t ww_link_peek(struct ww_link *link, void *data, size_t nbytes)
+{
+    (void)link;
+    (void)data;
+    (void)nbytes;
+    return 0;
+}
+
 struct ww_link_counts ww_link_counts(const struct ww_link *link)
 {
     (void)link;

@@ -29,6 +29,7 @@ __all__ = [
     "ClientConfig",
     "HashConfig",
     "LoadConfig",
+    "PathConfig",
     "ServerConfig",
     "available_cpus",
     "checked_seconds",
@@ -187,6 +188,10 @@ def profile_wanted(value: object, environ: Mapping[str, str] | None = None) -> b
             f"environment variable GGML_RPC_LOADPROF: {error}",
             hint="correct or unset GGML_RPC_LOADPROF; see docs/configuration.md",
         ) from None
+    """Turn ``"1"`` and ``"0"`` into True and False. Raises ValueError for anything else."""
+    if text.strip() not in ("0", "1"):
+        raise ValueError(f"{text!r} is neither 0 nor 1")
+    return text.strip() == "1"
 
 
 def parse_choice(choices: tuple[str, ...]) -> Callable[[str], str]:
@@ -199,6 +204,9 @@ def parse_choice(choices: tuple[str, ...]) -> Callable[[str], str]:
         return word
 
     return parse
+
+
+_OPTIMIZED = ("GGML_RPC_LOAD_OPT", parse_switch)
 
 
 def _text(text: str) -> str:
@@ -246,14 +254,15 @@ class ClientConfig:
     """What a client needs to know.
 
     ``timeout`` in seconds, ``protocol`` (``None``: what the server says in HELLO), whether the server's tensor
-    ``cache`` is asked (``"auto"``, ``"always"`` or ``"never"``), and the ``transport`` (``"auto"``, ``"tcp"``,
-    ``"rdma"``).
+    ``cache`` is asked (``"auto"``, ``"always"`` or ``"never"``), the ``transport`` (``"auto"``, ``"tcp"``, ``"rdma"``),
+    and whether it loads the ``optimized`` way (see `PathConfig`).
     """
 
     timeout: float = 30.0
     protocol: str | None = None
     cache: str = "auto"
     transport: str = "auto"
+    optimized: bool = True
 
     @classmethod
     def resolve(
@@ -263,6 +272,7 @@ class ClientConfig:
         protocol: str | None = None,
         cache: str | None = None,
         transport: str | None = None,
+        optimized: bool | None = None,
         environ: Mapping[str, str] | None = None,
         settings: Collection[str] | None = None,
     ) -> Self:
@@ -272,13 +282,20 @@ class ClientConfig:
         """
         return _resolve(
             cls,
-            {"timeout": timeout, "protocol": protocol, "cache": cache, "transport": transport},
+            {
+                "timeout": timeout,
+                "protocol": protocol,
+                "cache": cache,
+                "transport": transport,
+                "optimized": optimized,
+            },
             environ,
             {
                 "timeout": ("WEIGHTWIRE_TIMEOUT", parse_seconds),
                 "protocol": ("WEIGHTWIRE_PROTOCOL", parse_version),
                 "cache": ("WEIGHTWIRE_CACHE", parse_choice(CACHE_MODES)),
                 "transport": ("WEIGHTWIRE_TRANSPORT", parse_choice(TRANSPORTS)),
+                "optimized": _OPTIMIZED,
             },
             settings,
         )
@@ -315,6 +332,22 @@ class LoadConfig:
                 "in_flight": ("WEIGHTWIRE_IN_FLIGHT", parse_size),
             },
         )
+
+
+@dataclass(frozen=True, slots=True)
+class PathConfig:
+    """Which of its two ways of loading a side takes: the ``optimized`` one, or the plain one, which is there to be
+    measured against (docs/performance.md).
+    """
+
+    optimized: bool = True
+
+    @classmethod
+    def resolve(cls, *, optimized: bool | None = None, environ: Mapping[str, str] | None = None) -> Self:
+        """Settle it: argument, GGML_RPC_LOAD_OPT, default. ConfigError names the one that cannot be used."""
+        if optimized is not None and not isinstance(optimized, bool):
+            raise ConfigError(f"optimized={shown(optimized)} is none of True, False and None")
+        return _resolve(cls, {"optimized": optimized}, environ, {"optimized": _OPTIMIZED})
 
 
 def available_cpus() -> int:
@@ -363,7 +396,8 @@ class ServerConfig:
     The address it listens on, the directory of its tensor ``cache`` (``None``: none) and what it checks of an entry
     (``cache_verify``: ``"content"`` or ``"size"``), the ``protocol`` it speaks, how long it keeps tensors (``retain``),
     how many bytes of ``memory`` it gives out (``None``: what is available), the ``transport`` (``"auto"``, ``"tcp"``,
-    ``"rdma"``), and where its metrics are served (``metrics_port`` ``None``: nowhere).
+    ``"rdma"``), where its metrics are served (``metrics_port`` ``None``: nowhere), and whether it receives the
+    ``optimized`` way (see `PathConfig`).
     """
 
     host: str = "127.0.0.1"
@@ -376,6 +410,7 @@ class ServerConfig:
     cache_verify: str = "content"
     metrics_host: str = "127.0.0.1"
     metrics_port: int | None = None
+    optimized: bool = True
 
     @classmethod
     def resolve(
@@ -391,6 +426,7 @@ class ServerConfig:
         transport: str | None = None,
         metrics_host: str | None = None,
         metrics_port: int | None = None,
+        optimized: bool | None = None,
         environ: Mapping[str, str] | None = None,
     ) -> Self:
         """Settle the server's settings. Raises ConfigError naming the option or variable that cannot be used."""
@@ -407,6 +443,7 @@ class ServerConfig:
                 "transport": transport,
                 "metrics_host": metrics_host,
                 "metrics_port": metrics_port,
+                "optimized": optimized,
             },
             environ,
             {
@@ -420,6 +457,7 @@ class ServerConfig:
                 "transport": ("WEIGHTWIRE_SERVER_TRANSPORT", parse_choice(TRANSPORTS)),
                 "metrics_host": ("WEIGHTWIRE_SERVER_METRICS_HOST", parse_host),
                 "metrics_port": ("WEIGHTWIRE_SERVER_METRICS_PORT", parse_port),
+                "optimized": _OPTIMIZED,
             },
         )
 

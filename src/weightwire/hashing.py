@@ -15,7 +15,16 @@ if TYPE_CHECKING:
 
     from weightwire.ranges import FileRange
 
-__all__ = ["FNV_OFFSET", "CpuFeatures", "cpu_features", "fnv1a64", "fnv1a64_many", "hash_payload", "hash_payloads"]
+__all__ = [
+    "FNV_OFFSET",
+    "CpuFeatures",
+    "cpu_features",
+    "fnv1a64",
+    "fnv1a64_many",
+    "hash_payload",
+    "hash_payloads",
+    "read_fnv1a64",
+]
 
 FNV_OFFSET: Final = 0xCBF29CE484222325
 
@@ -88,6 +97,17 @@ def fnv1a64(data: Buffer, start: int = FNV_OFFSET) -> int:
     return _fnv1a.fnv1a64(data, start)
 
 
+def read_fnv1a64(fd: int, target: Buffer, offset: int, start: int = FNV_OFFSET) -> tuple[int, int]:
+    """Fill ``target``, any contiguous writable buffer, from byte ``offset`` of the file ``fd``, and hash it on the way.
+
+    How many bytes the file had for it (fewer only where it ends), and their FNV-1a 64, continued from ``start``. The
+    GIL is free until all has been read: ask for a few MiB at a time. Raises ``OSError`` for what pread(2) says, and for
+    ``target`` and ``start`` as ``fnv1a64`` does.
+    """
+    _settle()
+    return _fnv1a.read_fnv1a64(fd, target, offset, start)
+
+
 def fnv1a64_many(buffers: Iterable[Buffer]) -> list[int]:
     """FNV-1a 64 of each buffer, in order, in one thread. Many small buffers are hashed sooner than one by one.
 
@@ -106,12 +126,15 @@ def hash_payload(payload: Buffer | FileRange) -> int:
     return _fnv1a.fnv1a64_payloads((payload,))[0]
 
 
-def hash_payloads(payloads: Sequence[Buffer | FileRange], *, check: Callable[[], object] | None = None) -> list[int]:
+def hash_payloads(
+    payloads: Sequence[Buffer | FileRange], *, check: Callable[[], object] | None = None, plain: bool = False
+) -> list[int]:
     """FNV-1a 64 of each payload, in order, in this thread, in half a MiB beyond the payloads themselves.
 
     The GIL is free meanwhile: hash from several threads to use several cores. ``check`` is called on this thread about
     every 32 MiB, or every 0.1 s where files are slow; what it raises ends the hashing and is passed on. On the main
-    thread Ctrl-C takes effect as often. Otherwise raises as ``hash_payload`` does.
+    thread Ctrl-C takes effect as often. ``plain`` takes one payload after another, byte by byte, whatever the CPU
+    offers and whatever other calls use: to be measured against. Otherwise raises as ``hash_payload`` does.
     """
     _settle()
-    return _fnv1a.fnv1a64_payloads(payloads, check)
+    return _fnv1a.fnv1a64_payloads(payloads, check, plain)

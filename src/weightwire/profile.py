@@ -105,6 +105,11 @@ class LoadProfile:
     commands: Mapping[str, CommandStat] = field(default_factory=dict, hash=False)
 
     @property
+    def loaded(self) -> bool:
+        """Whether anything was sent, or asked of a cache: otherwise there is nothing to tell."""
+        return bool(self.set_tensor_calls or self.hits or self.misses or self.corrupt_hits)
+
+    @property
     def bottleneck(self) -> str | None:
         """What the span was spent on most. None where there is no span.
 
@@ -235,7 +240,7 @@ _LABELS: Final[Mapping[str, Mapping[str, str]]] = {
 }
 
 _WORDS: Final[Mapping[tuple[str, str], str]] = {
-    ("client", "source-bound"): "the time went on getting at the model's bytes",
+    ("client", "source-bound"): "the time went on this side, before sending: reading the model, and gaps",
     ("client", "hash-bound"): "the time went on hashing for the server's cache",
     ("client", "wire-bound"): "the time went on moving bytes",
     ("client", "server-bound"): "the time went on waiting for the server",

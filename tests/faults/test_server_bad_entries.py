@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from support.leaks import LeakCheck
 from support.raw_client import RawClient
+from support.reads import before_reads
 
-from weightwire.cache import reading
 from weightwire.cache.quarantine import FOLDER, list_quarantine
 from weightwire.cache.reading import PIECE
 from weightwire.cache.store import entry_name
@@ -128,8 +128,8 @@ def test_a_directory_stays_and_is_said_once(
     client.barrier()
 
 
-def broken(code: int) -> Callable[..., int]:
-    def call(*arguments: object) -> int:
+def broken(code: int) -> Callable[[int], None]:
+    def call(offset: int) -> None:
         raise OSError(code, os.strerror(code))
 
     return call
@@ -140,7 +140,7 @@ def test_a_disk_that_cannot_read_it(
 ) -> None:
     (tmp_path / NAME).write_bytes(PAYLOAD)
     with monkeypatch.context() as patch:
-        patch.setattr(reading.os, "preadv", broken(errno.EIO))
+        before_reads(patch, broken(errno.EIO))
         assert not ask(client)
     assert "Input/output error" in caplog.text
     assert len(list_quarantine(tmp_path)) == 1
@@ -152,7 +152,7 @@ def test_a_trouble_that_passes_costs_no_entry(
 ) -> None:
     (tmp_path / NAME).write_bytes(PAYLOAD)
     with monkeypatch.context() as patch:
-        patch.setattr(reading.os, "preadv", broken(errno.ENOMEM))
+        before_reads(patch, broken(errno.ENOMEM))
         assert not ask(client)
     real = os.open
 
@@ -175,7 +175,7 @@ def test_changed_while_it_is_read(
     path = tmp_path / NAME
     path.write_bytes(PAYLOAD)
     os.utime(path, ns=(1, 1))
-    real, done = os.preadv, []
+    done: list[bool] = []
 
     def change() -> None:
         if how == "cut short":
@@ -191,13 +191,12 @@ def test_changed_while_it_is_read(
             (tmp_path / "other").write_bytes(bytes(SIZE))
             os.replace(tmp_path / "other", path)
 
-    def preadv(fd: int, buffers: list[memoryview], offset: int) -> int:
+    def once(offset: int) -> None:
         if not done:
             done.append(True)
             change()
-        return real(fd, buffers, offset)
 
-    monkeypatch.setattr(reading.os, "preadv", preadv)
+    before_reads(monkeypatch, once)
     with Server(port=0, cache=tmp_path) as server, RawClient(server.port) as client:
         tensor = client.place("t", SIZE, client.allocate(SIZE))
         if how == "replaced":

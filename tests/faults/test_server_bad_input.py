@@ -46,10 +46,16 @@ def protocol(request: pytest.FixtureRequest) -> str:
     return text
 
 
+@pytest.fixture(params=[True, False], ids=["optimized", "plain"])
+def optimized(request: pytest.FixtureRequest) -> bool:
+    """Which way the server receives: what is refused is the same."""
+    return bool(request.param)
+
+
 @pytest.fixture
-def server(protocol: str, no_leaks: LeakCheck, caplog: pytest.LogCaptureFixture) -> Iterator[Server]:
+def server(protocol: str, optimized: bool, no_leaks: LeakCheck, caplog: pytest.LogCaptureFixture) -> Iterator[Server]:
     caplog.set_level(logging.WARNING, "weightwire")
-    with Server(port=0, protocol=protocol, memory=1 << 30) as running:
+    with Server(port=0, protocol=protocol, memory=1 << 30, optimized=optimized) as running:
         yield running
 
 

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import socket
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from weightwire.wire import REQUEST_HEADER_BYTES, RPC_TENSOR_BYTES, Command, RpcTensor, parse_request_header
 
@@ -147,6 +147,21 @@ class RecordingProxy:
                     self.received += len(block)
                 client.sendall(block)
         _finish(client)
+
+
+def traffic(proxy: RecordingProxy) -> list[tuple[object, ...]]:
+    """All requests, but for addresses, which another process of the server gives differently."""
+    first: dict[int, int] = {}
+    seen = []
+    for request in proxy.requests:
+        tensor = request.tensor
+        if tensor is not None:
+            base = first.setdefault(tensor.buffer, tensor.data)
+            tensor = replace(tensor, buffer=list(first).index(tensor.buffer), data=tensor.data - base)
+        # The digest of what else there is in a request, unless that is an address.
+        rest = b"" if request.command in (Command.BUFFER_GET_BASE, Command.FREE_BUFFER) else request.rest
+        seen.append((Command(request.command), request.size, tensor, rest))
+    return seen
 
 
 def _finish(end: socket.socket) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
+import inspect
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,12 +23,16 @@ if _BENCHMARKS not in sys.path:
     sys.path.insert(0, _BENCHMARKS)
 
 from harness.cached import CachedPeer, State, empty, entries, file_system  # noqa: E402  (found through the path above)
+from harness.gloo import GlooPeer  # noqa: E402
+from harness.iperf import IperfPeer  # noqa: E402
 from harness.models import file_ranges, full_cache, whole_blocks, write_random  # noqa: E402
 from harness.network import LOOPBACK, RATE, CannotShape, Network, shaped_network  # noqa: E402
-from harness.pushing import PushingPeer  # noqa: E402
-from harness.rounds import Peer, Rounds, alternate, settle, split  # noqa: E402
+from harness.pushing import PushingPeer, Serving  # noqa: E402
+from harness.rounds import Peer, PeerAbsent, Rounds, alternate, settle, split, start  # noqa: E402
 from harness.socket_pair import SocketPairPeer  # noqa: E402
 from harness.stock_pair import StockPeer  # noqa: E402
+
+import weightwire  # noqa: E402
 
 pytestmark = [pytest.mark.interop]
 
@@ -92,10 +99,81 @@ def test_without_a_cache(no_leaks: LeakCheck, model: Path, stock_lib: Path, netw
     assert {name: len(took) for name, took in taken.seconds.items()} == {peer.name: 2 for peer in peers}
     assert min(min(took) for took in taken.seconds.values()) > 0
     (profile, *_) = peers[0].profiles
-    assert (profile["bytes"], profile["bytes_saved"], profile["misses"]) == (NBYTES, 0, 0)
+    assert (profile["set_tensor_bytes"], profile["bytes_saved"], profile["misses"]) == (NBYTES, 0, 0)
     assert split(peers[0].profiles)["span"] > 0
     summary = taken.summary(peers[0].name)
     assert set(summary["times_as_fast_as"]) == {peer.name for peer in peers[1:]}
+    stack.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "missing"),
+    [
+        ("iperf3", "" if shutil.which("iperf3") else "iperf3 is not installed"),
+        ("gloo", "" if importlib.util.find_spec("torch") else "torch is not installed"),
+    ],
+)
+def test_peers_that_are_there_where_they_are_installed(
+    no_leaks: LeakCheck, model: Path, network: Network, stack: ExitStack, name: str, missing: str
+) -> None:
+    factories = {
+        "iperf3": lambda: IperfPeer(NBYTES, network=network),
+        "gloo": lambda: GlooPeer(model, network=network),
+    }
+    peers, absent = start(stack, {name: factories[name]})
+    if missing:
+        # Nothing else may keep it away, and nothing may stand in for it.
+        assert (peers, absent) == ([], {name: missing})
+    else:
+        assert absent == {}
+        taken = alternate(peers, NBYTES, rounds=2, warmup=1)
+        assert len(taken.seconds[name]) == 2
+        assert min(taken.seconds[name]) > 0
+        if network is not LOOPBACK:
+            assert NBYTES * 8 / min(taken.seconds[name]) < 1.1 * RATE
+    stack.close()
+
+
+def test_an_iperf3_that_does_not_start_is_absent_with_what_it_said(
+    no_leaks: LeakCheck, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in, as the real one starts."""
+    command = tmp_path / "iperf3"
+    command.write_text("#!/bin/sh\necho no such thing here >&2; exit 1\n")
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    with pytest.raises(PeerAbsent, match="does not start: no such thing here"):
+        IperfPeer(NBYTES)
+
+
+def test_several_clients_share_a_server(no_leaks: LeakCheck, model: Path, stack: ExitStack, tmp_path: Path) -> None:
+    serving = Serving(cache=tmp_path)
+    stack.callback(serving.close)
+    clients = [
+        PushingPeer(model, server=serving, name=str(threads), options={"cache": "auto", "threads": threads})
+        for threads in (1, 2)
+    ]
+    for client in clients:
+        stack.callback(client.close)
+        assert client.round() > 0
+    assert [(client.profiles[0]["hits"], client.profiles[0]["misses"]) for client in clients] == [(0, 2), (2, 0)]
+    stack.close()
+
+
+def test_the_plain_way_is_never_the_optimised_one_by_another_name(
+    no_leaks: LeakCheck, model: Path, stack: ExitStack
+) -> None:
+    if "optimized" not in inspect.signature(weightwire.connect).parameters:
+        with pytest.raises(PeerAbsent, match="no plain way"):
+            Serving(plain=True)
+        return
+    serving = Serving(plain=True)
+    stack.callback(serving.close)
+    for plain in (True, False):
+        client = PushingPeer(model, server=serving, plain=plain, options={"cache": "never"})
+        stack.callback(client.close)
+        client.round()
+        assert client.optimized == [not plain]
     stack.close()
 
 
@@ -208,3 +286,9 @@ def test_ratios_are_of_rounds_side_by_side() -> None:
         taken.add("theirs", theirs)
     assert taken.ratio("ours", "theirs") == 3.0
     assert taken.median("ours") == 2.0
+    summary = taken.summary("ours")
+    assert summary["subject"] == "ours"
+    assert summary["times_as_fast_as"] == {"theirs": 3.0}
+    assert summary["quartiles_times_as_fast_as"] == {"theirs": [2.5, 4.0]}
+    assert summary["quartiles_seconds"]["ours"] == [1.5, 6.0]
+    assert Rounds(0, {"ours": [1.0], "theirs": [2.0]}).summary("ours")["gib_per_s"] == {}

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from interop.proxy import RecordingProxy, Request
+from interop.proxy import RecordingProxy, traffic
 from safetensors.numpy import save_file
 from support.awkward import MIB
 from support.leaks import LeakCheck
@@ -49,25 +48,6 @@ def model(tensors: dict[str, bytes], tmp_path_factory: pytest.TempPathFactory) -
     return path
 
 
-def traffic(proxy: RecordingProxy) -> list[tuple[object, ...]]:
-    """The requests of the one connection, but for addresses, which another process of the server gives differently."""
-    first: dict[int, int] = {}
-    seen = []
-    for request in proxy.requests:
-        assert request.connection == 0
-        tensor = request.tensor
-        if tensor is not None:
-            base = first.setdefault(tensor.buffer, tensor.data)
-            tensor = replace(tensor, buffer=list(first).index(tensor.buffer), data=tensor.data - base)
-        seen.append((Command(request.command), request.size, tensor, content(request)))
-    return seen
-
-
-def content(request: Request) -> bytes:
-    """The digest of what else there is in a request, unless that is an address."""
-    return b"" if request.command in (Command.BUFFER_GET_BASE, Command.FREE_BUFFER) else request.rest
-
-
 def fill(folder: Path, tensors: dict[str, bytes], state: str) -> Path:
     """A cache with nothing in it, with a part of the model (one entry cut short), or with all of it."""
     folder.mkdir()
@@ -84,6 +64,7 @@ def record(server: StockServer, model: object, **options: object) -> tuple[list[
         with weightwire.connect(proxy.endpoint, timeout=60) as connection:
             summary = connection.push(model, cache="always", **options).summary
         sent = proxy.sent
+    assert {request.connection for request in proxy.requests} == {0}
     seen = traffic(proxy)
     assert sent == sum(9 + size for _, size, _, _ in seen)
     return seen, (summary.hits, summary.misses, summary.corrupt_hits)

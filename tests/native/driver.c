@@ -10,6 +10,7 @@
 
 #include "fnv1a/fnv1a.h"
 #include "memory/memory.h"
+#include "profile/profile.h"
 #include "stream/stream.h"
 
 #define CHECK(what) \
@@ -377,6 +378,70 @@ static void signals(void)
     close_pair(fd);
 }
 
+static void *switching(void *argument)
+{
+    struct ww_profile *profile = argument;
+    for (int i = 0; i < 20000; i++) {
+        (void)ww_profile_switch(profile, i % WW_STAGES);
+        ww_profile_back(profile, ww_profile_aside(profile, WW_STAGE_WAIT));
+        ww_profile_command(profile, (unsigned int)i % 40, 1, ww_profile_now(profile));
+        ww_profile_mark(profile);
+    }
+    return NULL;
+}
+
+static uint64_t all_of(struct ww_profile *profile, int first, int last)
+{
+    struct ww_profile_counts counts = ww_profile_counts(profile);
+    uint64_t sum = 0;
+    while (first < last) {
+        sum += counts.spent[first++];
+    }
+    return sum;
+}
+
+static void profile(void)
+{
+    struct ww_profile profile;
+    ww_profile_start(&profile);
+    CHECK(!ww_profile_is_on(&profile) && !ww_profile_is_on(NULL));
+    CHECK(switching(&profile) == NULL && switching(NULL) == NULL);
+    CHECK(all_of(&profile, 0, WW_STAGES) == 0 && ww_profile_counts(&profile).commands[0].count == 0);
+
+    int64_t before = ww_profile_clock();
+    ww_profile_turn_on(&profile);
+    ww_profile_begin(&profile, 0);
+    CHECK(ww_profile_switch(&profile, WW_STAGE_ASK) == WW_STAGE_GAP);
+    CHECK(ww_profile_switch(&profile, WW_STAGES) == WW_STAGE_ASK && ww_profile_switch(&profile, -1) == WW_STAGE_ASK);
+    CHECK(!ww_profile_aside(&profile, WW_STAGE_WAIT));
+    CHECK(ww_profile_switch(&profile, WW_STAGE_WIRE) == WW_STAGE_ASK);
+    int aside = ww_profile_aside(&profile, WW_STAGE_BLOCKED);
+    CHECK(aside && ww_profile_switch(&profile, WW_STAGE_BLOCKED) == WW_STAGE_BLOCKED);
+    ww_profile_back(&profile, aside);
+    CHECK(ww_profile_switch(&profile, WW_STAGE_GAP) == WW_STAGE_WIRE);
+    ww_profile_mark(&profile);
+    uint64_t marked = all_of(&profile, 0, WW_STAGE_INSIDE);
+    CHECK(marked > 0 && marked <= (uint64_t)(ww_profile_clock() - before));
+
+    pthread_t threads[3];
+    for (int i = 0; i < 3; i++) {
+        CHECK(pthread_create(&threads[i], NULL, switching, &profile) == 0);
+    }
+    for (int i = 0; i < 3; i++) {
+        pthread_join(threads[i], NULL);
+    }
+    ww_profile_mark(&profile);
+    CHECK(all_of(&profile, 0, WW_STAGES) <= (uint64_t)(ww_profile_clock() - before));
+    CHECK(ww_profile_counts(&profile).commands[31].count == 3 * 500);
+    ww_profile_end(&profile);
+
+    struct ww_tcp_limits limits;
+    int fd[2];
+    open_pair(fd, 0);
+    CHECK(ww_tcp_limits(fd[0], &limits) == -1 && ww_tcp_limits(-1, &limits) == -1);
+    close_pair(fd);
+}
+
 int main(void)
 {
     hashing();
@@ -389,5 +454,7 @@ int main(void)
     puts("ends");
     signals();
     puts("signals");
+    profile();
+    puts("profile");
     return 0;
 }

@@ -43,7 +43,7 @@ def test_the_core_under_sanitizers(tmp_path: Path, level: str) -> None:
     assert built.returncode == 0, built.stderr
     run = subprocess.run([str(tmp_path / "driver")], capture_output=True, text=True, timeout=110, check=False)
     assert run.returncode == 0, run.stderr
-    assert run.stdout.split() == ["hashing", "memory", "stream", "ends", "signals"]
+    assert run.stdout.split() == ["hashing", "memory", "stream", "ends", "signals", "profile"]
     assert run.stderr == ""
 
 

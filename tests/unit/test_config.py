@@ -12,6 +12,7 @@ import pytest
 from weightwire.config import (
     ClientConfig,
     LoadConfig,
+    PathConfig,
     ServerConfig,
     _cgroup_quota,
     available_cpus,
@@ -20,6 +21,7 @@ from weightwire.config import (
     parse_port,
     parse_seconds,
     parse_size,
+    parse_switch,
     parse_threads,
     parse_version,
 )
@@ -306,3 +308,29 @@ def test_the_quota_of_a_control_group(membership: str, files: dict[str, str], cp
         (tmp_path / name).write_text(text)
     assert _cgroup_quota(str(tmp_path / "membership"), str(tmp_path)) == cpus
     assert _cgroup_quota(str(tmp_path / "missing"), str(tmp_path)) is None
+
+
+@pytest.mark.parametrize("config", [PathConfig, ClientConfig, ServerConfig])
+def test_the_optimized_way_or_the_plain_one(config: type[PathConfig]) -> None:
+    assert config.resolve(environ={}).optimized is True
+    assert config.resolve(environ={"GGML_RPC_LOAD_OPT": "0"}).optimized is False
+    assert config.resolve(environ={"GGML_RPC_LOAD_OPT": " 1 "}).optimized is True
+    assert config.resolve(optimized=True, environ={"GGML_RPC_LOAD_OPT": "0"}).optimized is True
+    assert config.resolve(optimized=False, environ={"GGML_RPC_LOAD_OPT": "maybe"}).optimized is False
+    for text in ("", "maybe", "2", "-0"):
+        with pytest.raises(ConfigError, match="GGML_RPC_LOAD_OPT"):
+            config.resolve(environ={"GGML_RPC_LOAD_OPT": text})
+
+
+def test_a_switch_is_on_or_off() -> None:
+    assert not any(parse_switch(text) for text in ("0", "off", "no", " False "))
+    assert all(parse_switch(text) for text in ("1", "on", "yes", "TRUE"))
+    for wrong in ("", "2", "01", "maybe"):
+        with pytest.raises(ValueError, match="neither 1"):
+            parse_switch(wrong)
+
+
+@pytest.mark.parametrize("wrong", [0, 1, "0", "no"])
+def test_an_argument_that_is_no_truth_value(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match="optimized="):
+        PathConfig.resolve(optimized=wrong)

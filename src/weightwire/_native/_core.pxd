@@ -41,10 +41,13 @@ cdef extern from "fnv1a/fnv1a.h" nogil:
         uint64_t hash
 
     struct ww_fnv1a_many:
+        int plain
         size_t failed
         uint64_t failed_at
 
     uint64_t ww_fnv1a64(const void *data, size_t n, uint64_t hash) noexcept
+    ww_status ww_fnv1a_read(
+        int fd, uint64_t offset, void *data, size_t nbytes, size_t *got, uint64_t *hash) noexcept
     const char *ww_fnv1a_variant(size_t index, int *offered) noexcept
     size_t ww_fnv1a_chosen() noexcept
     void ww_fnv1a_choose(size_t index) noexcept
@@ -89,6 +92,7 @@ cdef extern from "stream/stream.h" nogil:
     ww_status ww_send_parts(int fd, ww_parts *parts, int more, ww_flow *flow) noexcept
     ww_status ww_send_file(int fd, ww_file_part *part, ww_file_pace *pace, ww_flow *flow) noexcept
     void ww_file_part_close(ww_file_part *part) noexcept
+    void ww_write_back(int fd, uint64_t offset, uint64_t nbytes, int wait) noexcept
     ww_status ww_read_file(int fd, uint64_t offset, void *data, size_t nbytes, size_t *got) noexcept
     ww_status ww_socket_prepare(int fd) noexcept
     int ww_socket_ended(int fd) noexcept

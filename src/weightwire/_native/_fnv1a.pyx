@@ -8,8 +8,8 @@ from libc.stddef cimport size_t
 
 from weightwire._native._core cimport (
     WW_DONE, WW_FNV1A_LANES, WW_FNV1A_OFFSET, WW_FNV1A_WINDOW, WW_PAUSED, WW_SHORT,
-    take_buffer, ww_fnv1a64, ww_fnv1a_choose, ww_fnv1a_chosen, ww_fnv1a_job, ww_fnv1a_many, ww_fnv1a_many_run,
-    ww_fnv1a_many_start, ww_fnv1a_variant, ww_status,
+    take_buffer, take_writable, ww_fnv1a64, ww_fnv1a_choose, ww_fnv1a_chosen, ww_fnv1a_job, ww_fnv1a_many, ww_fnv1a_many_run,
+    ww_fnv1a_many_start, ww_fnv1a_read, ww_fnv1a_variant, ww_status,
 )
 
 import errno
@@ -93,8 +93,25 @@ def fnv1a64(data, uint64_t start=WW_FNV1A_OFFSET):
         PyBuffer_Release(&view)
 
 
-def fnv1a64_payloads(payloads, check=None):
-    """FNV-1a 64 of each payload (a buffer or a ``FileRange``), in this thread.
+def read_fnv1a64(int fd, target, uint64_t offset, uint64_t start=WW_FNV1A_OFFSET):
+    """Fills ``target`` from byte ``offset`` of the file: how many bytes there were, and their FNV-1a 64."""
+    cdef Py_buffer view
+    cdef size_t got = 0
+    cdef uint64_t result = start
+    cdef ww_status status
+    take_writable(target, &view)
+    try:
+        with nogil:
+            status = ww_fnv1a_read(fd, offset, view.buf, <size_t>view.len, &got, &result)
+    finally:
+        PyBuffer_Release(&view)
+    if status.code != WW_DONE and status.code != WW_SHORT:
+        raise OSError(status.error, os.strerror(status.error))
+    return got, result
+
+
+def fnv1a64_payloads(payloads, check=None, bint plain=False):
+    """FNV-1a 64 of each payload (a buffer or a ``FileRange``), in this thread; with ``plain`` by the plain loop alone.
 
     ``check()`` is called between slices; what it raises ends the work.
     """
@@ -133,6 +150,7 @@ def fnv1a64_payloads(payloads, check=None):
                 taken += 1
             total += jobs[i].nbytes
         ww_fnv1a_many_start(&many, jobs, count, windows)
+        many.plain = plain
         if total < KEEP_GIL and windows == NULL:
             status = ww_fnv1a_many_run(&many, KEEP_GIL, SLICE_NS)
         else:

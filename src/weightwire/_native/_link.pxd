@@ -73,6 +73,7 @@ cdef extern from "verbs/link.h" nogil:
     void ww_link_free(ww_link *link) noexcept
     void ww_link_stop(ww_link *link) noexcept
     ww_status ww_link_send(ww_link *link, ww_link_parts *parts, ww_flow *flow) noexcept
+    size_t ww_link_peek(ww_link *link, void *data, size_t nbytes) noexcept
     ww_status ww_link_recv(ww_link *link, void *data, size_t nbytes, ww_flow *flow) noexcept
     ww_link_fault_t fault_of "ww_link_fault"(ww_link *link) noexcept
     ww_link_counts_t counts_of "ww_link_counts"(const ww_link *link) noexcept

@@ -201,8 +201,14 @@ cdef class Link:
         return bool(self.gone or self.stopped or self.tcp is None or self.tcp.peer_gone())
 
     def peek(self, Py_ssize_t nbytes):
-        """``b""``: nothing is shown before it is taken here. Never waits or raises."""
-        return b""
+        """Up to ``nbytes`` bytes that have arrived, without taking them; ``b""`` if none has. Never waits or raises for the link."""
+        if nbytes < 0:
+            raise ValueError(f"cannot look at {nbytes} bytes")
+        if self.gone or self.stopped or self.link == NULL or nbytes == 0 or self.pair.process != getpid():
+            return b""
+        # With the GIL held and no wait, so that close() in another thread cannot come between.
+        cdef bytes data = PyBytes_FromStringAndSize(NULL, nbytes)
+        return data[:ww_link_peek(self.link, PyBytes_AsString(data), <size_t>nbytes)]
 
     def close(self):
         """Gives everything back, once calls running in other threads have been woken and left it. Never blocks or raises."""

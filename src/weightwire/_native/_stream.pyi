@@ -6,6 +6,8 @@ from weightwire._native._profile import Profile
 from weightwire._native._sentinel import Unset
 from weightwire.ranges import FileRange
 
+def write_back(fd: int, offset: int, nbytes: int, wait: bool) -> None: ...
+
 @disjoint_base
 class Stream:
     def __init__(self, fd: int, endpoint: str, timeout: float | None = None) -> None: ...

@@ -10,7 +10,7 @@ from libc.string cimport memset
 from weightwire._native._core cimport (
     WW_CLOSED, WW_DONE, WW_FAILED, WW_PAUSED, WW_SHORT, iovec, take_writable, ww_file_pace, ww_file_part,
     ww_file_part_close, ww_flow, ww_flow_start, ww_parts, ww_read_file, ww_recv_exact, ww_send_file, ww_send_parts,
-    ww_socket_ended, ww_socket_prepare, ww_status,
+    ww_socket_ended, ww_socket_prepare, ww_status, ww_write_back,
 )
 from weightwire._native._profile cimport WW_STAGE_READ, Profile, tcp_limits, ww_limits, ww_profile_aside, ww_profile_back
 from weightwire._native._shared cimport (
@@ -39,6 +39,12 @@ cdef object _UNSET = UNSET
 cdef size_t KEEP_GIL = 2048
 # File ranges up to this size are read and gathered into one packet with their header; above it sendfile wins.
 cdef size_t SMALL_RANGE = 64 << 10
+
+
+def write_back(int fd, uint64_t offset, uint64_t nbytes, bint wait):
+    """Has the kernel write that part of a file to the disk now, and waits for it if asked to. Never raises."""
+    with nogil:
+        ww_write_back(fd, offset, nbytes, wait)
 
 
 cdef class Stream:

@@ -1,7 +1,8 @@
-"""Entries read straight into memory, in parallel pieces, hashed behind the reading.
+"""Entries read straight into memory, in parallel pieces, and hashed.
 
-FNV-1a is a chain, so the bytes of one entry are hashed in order, one piece after the other. The thread that
-wants the answer hashes and reads; so do the workers, for that entry and for those that are wanted next.
+FNV-1a is a chain, so the bytes of one entry are hashed in order. Whoever has the front of the chain reads and hashes in
+one go; others work at the fronts of the entries that are wanted next, or read pieces of this one ahead of its hash. The
+thread that wants the answer takes part like the workers.
 """
 
 from __future__ import annotations
@@ -10,16 +11,18 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable
-from typing import Final
+from enum import Enum
+from typing import Final, NamedTuple
 
 from weightwire.cache.workers import Workers
-from weightwire.hashing import FNV_OFFSET, fnv1a64
+from weightwire.hashing import FNV_OFFSET, fnv1a64, read_fnv1a64
 from weightwire.profile import Stage
 
 __all__ = ["PIECE", "EntryChanged", "Fill", "Reader", "ReadingStopped", "advise", "read_exactly"]
 
-PIECE: Final = 4 << 20
-"""Bytes read or hashed at once: whole huge pages, so that no two threads touch the same fresh one."""
+PIECE: Final = 1 << 23
+"""Bytes read or hashed at once: whole huge pages, so that no two threads touch the same fresh one; and enough of them
+(a millisecond) that handing over to another thread costs little."""
 
 _AHEAD: Final = 32 << 20
 """Bytes the kernel is asked to have ready beyond the piece at hand."""
@@ -36,10 +39,27 @@ class ReadingStopped(Exception):
     """`Reader.stop` was called while somebody waited for an entry."""
 
 
+def _ended(at: int) -> EntryChanged:
+    return EntryChanged(f"it ends at byte {at}, shorter than when it was opened")
+
+
 def advise(fd: int, start: int, nbytes: int) -> None:
     """Ask the kernel to read that range of the file ahead. Only a hint (posix_fadvise(2))."""
     with contextlib.suppress(OSError):
         os.posix_fadvise(fd, start, nbytes, os.POSIX_FADV_WILLNEED)
+
+
+def _advise_missing(fd: int, start: int, end: int) -> None:
+    """Have the pieces of ``[start, end)`` read ahead of which the first byte is not in the page cache.
+
+    To advise what is there already would take the kernel a good part of the time of copying it.
+    """
+    for at in range(start, end, PIECE):
+        try:
+            os.preadv(fd, [bytearray(1)], at, os.RWF_NOWAIT)
+        except OSError:
+            # Not there; or a file system that cannot say.
+            advise(fd, at, min(PIECE, end - at))
 
 
 def read_exactly(fd: int, piece: memoryview, offset: int) -> None:
@@ -48,15 +68,31 @@ def read_exactly(fd: int, piece: memoryview, offset: int) -> None:
     while done < piece.nbytes:
         got = os.preadv(fd, [piece[done:]], offset + done)
         if not got:
-            raise EntryChanged(f"it ends at byte {offset + done}, shorter than when it was opened")
+            raise _ended(offset + done)
         done += got
+
+
+class Doing(Enum):
+    """What is done with a piece."""
+
+    READ = 1
+    HASH = 2
+    BOTH = 3
+
+
+class Piece(NamedTuple):
+    """Bytes ``start`` to ``end`` of an entry, and what is done with them by whoever has claimed it."""
+
+    start: int
+    end: int
+    doing: Doing
 
 
 class Fill:
     """One entry on its way into memory; made by `Reader.start`, which owns ``fd`` from then on.
 
     ``placed_at`` is where ``window`` starts in its mapping, bytes: pieces end at multiples of `PIECE` there. With
-    ``hashed`` what is in place is hashed, in order, by whoever comes first.
+    ``hashed`` it is hashed, too, in order, by whoever comes first.
     """
 
     def __init__(self, reader: Reader, fd: int, window: memoryview, placed_at: int, hashed: bool) -> None:
@@ -121,47 +157,63 @@ class Fill:
             raise self._error
         return self._ready == self._hashed == self.nbytes
 
-    def claim_read(self) -> tuple[int, int, bool] | None:
-        """The next piece nobody reads yet, ``[start, end)`` and False; None if there is none."""
+    def claim_front(self) -> Piece | None:
+        """The next piece nobody reads yet, if it can be hashed at once; else None."""
+        if self._hashed < self._claimed or self._hashed == self.nbytes:
+            return None
+        piece = self.claim_read()
+        if piece is not None:
+            self._hashing = True
+            return piece._replace(doing=Doing.BOTH)
+        return None
+
+    def claim_read(self) -> Piece | None:
+        """The next piece nobody reads yet; None if there is none."""
         start = self._claimed
         if start >= self.nbytes or self._error is not None or self._dropped:
             return None
         end = self._first if not start else min(start + PIECE, self.nbytes)
         self._claimed = end
         self._running += 1
-        return start, end, False
+        return Piece(start, end, Doing.READ)
 
-    def claim_hash(self) -> tuple[int, int, bool] | None:
-        """The next piece to be hashed, and True; None if it is not in place yet, or somebody hashes already."""
+    def claim_hash(self) -> Piece | None:
+        """What comes next to be hashed; None if it is not in place yet, or somebody hashes already."""
         start = self._hashed
         if start >= self._ready or self._hashing or self._error is not None or self._dropped:
             return None
         self._hashing = True
         self._running += 1
-        return start, min(self._ready, start + PIECE), True
+        return Piece(start, min(self._ready, start + PIECE), Doing.HASH)
 
-    def work(self, start: int, end: int, hashing: bool) -> None:
-        """Read or hash a claimed piece."""
+    def work(self, piece: Piece) -> None:
+        """Do what a claimed piece is for."""
+        start, end, doing = piece
         window = self._window
         assert window is not None
-        if hashing:
+        if doing is Doing.HASH:
             assert self._digest is not None
             self._digest = fnv1a64(window[start:end], self._digest)
             return
-        if self.nbytes > PIECE:
-            advise(self._fd, end, min(self.nbytes - end, _AHEAD))
-        read_exactly(self._fd, window[start:end], start)
+        _advise_missing(self._fd, end + _AHEAD - PIECE, min(self.nbytes, end + _AHEAD))
+        if doing is Doing.READ:
+            read_exactly(self._fd, window[start:end], start)
+            return
+        assert self._digest is not None
+        got, self._digest = read_fnv1a64(self._fd, window[start:end], start, self._digest)
+        if got < end - start:
+            raise _ended(start + got)
 
-    def done(self, start: int, end: int, hashing: bool, error: BaseException | None) -> None:
+    def done(self, piece: Piece, error: BaseException | None) -> None:
         """A claimed piece has been dealt with."""
         self._running -= 1
         if error is not None:
             self._error = self._error or error
-        if hashing:
+        if piece.doing is not Doing.READ:
             self._hashing = False
-            self._hashed = end
-        elif error is None:
-            self._early[start] = end
+            self._hashed = piece.end
+        if piece.doing is not Doing.HASH and error is None:
+            self._early[piece.start] = piece.end
             while (after := self._early.pop(self._ready, None)) is not None:
                 self._ready = after
         self._release()
@@ -188,10 +240,12 @@ class Reader:
         pieces = 1 + -(-window.nbytes // PIECE)
         with self.condition:
             self._fills.append(fill)
-            wanted = 0 if fill.nbytes <= _SMALL else min(self._workers.count, self._tokens + pieces) - self._tokens
+            # One worker fewer than there are, because whoever waits for the entry works, too.
+            most = max(1, self._workers.count - 1)
+            wanted = 0 if fill.nbytes <= _SMALL else min(most, self._tokens + pieces) - self._tokens
             self._tokens += wanted
-        if wanted:
-            advise(fd, 0, min(fill.nbytes, _AHEAD))
+        if fill.nbytes > _SMALL:
+            _advise_missing(fd, 0, min(fill.nbytes, _AHEAD))
         for _ in range(wanted):
             if not self._workers.submit(self._turn):
                 with self.condition:
@@ -199,7 +253,9 @@ class Reader:
         return fill
 
     def finish(self, fill: Fill) -> None:
-        """Return when ``fill`` is finished. Whoever wants it helps: workers may be few, or busy with other clients."""
+        """Return when ``fill`` is finished. Whoever wants it helps: workers may be few, or busy with other clients.
+        And rather than wait for pieces others have, with what is wanted next.
+        """
         before = self._switch(Stage.READ)
         try:
             self._finish(fill)
@@ -214,13 +270,15 @@ class Reader:
                         raise ReadingStopped
                     if fill.finished():
                         return
-                    piece = fill.claim_hash() or fill.claim_read()
-                    if piece is not None:
+                    claimed = self._claim([fill]) or self._claim(self._fills)
+                    if claimed is not None:
                         break
                     self._switch(Stage.READ if fill.reading else Stage.HASH)
                     self.condition.wait()
-            self._switch(Stage.HASH if piece[2] else Stage.READ)
-            self._work(fill, *piece)
+            # Reading and hashing in one go counts as reading.
+            self._switch(Stage.HASH if claimed[1].doing is Doing.HASH else Stage.READ)
+            self._work(*claimed)
+            del claimed
 
     def forget(self, fill: Fill) -> None:
         """The fill is over."""
@@ -241,10 +299,12 @@ class Reader:
         for fill in fills:
             fill.drop()
 
-    def _claim(self) -> tuple[Fill, tuple[int, int, bool]] | None:
-        # Hashing cannot be shared out, so it must not lag behind; and it is quick while the bytes are still in a cache.
-        for claim in (Fill.claim_hash, Fill.claim_read):
-            for fill in self._fills:
+    @staticmethod
+    def _claim(fills: list[Fill]) -> tuple[Fill, Piece] | None:
+        # Hashing cannot be shared out, so it must not lag behind. Reading ahead of it comes last: what is hashed later
+        # has to be fetched from memory again.
+        for claim in (Fill.claim_hash, Fill.claim_front, Fill.claim_read):
+            for fill in fills:
                 piece = claim(fill)
                 if piece is not None:
                     return fill, piece
@@ -254,22 +314,21 @@ class Reader:
         """One piece on a worker, then to the end of its queue again."""
         while True:
             with self.condition:
-                claimed = self._claim()
+                claimed = self._claim(self._fills)
                 if claimed is None:
                     self._tokens -= 1
                     return
-            fill, piece = claimed
-            self._work(fill, *piece)
-            del claimed, fill
+            self._work(*claimed)
+            del claimed
             if self._workers.submit(self._turn):
                 return
 
-    def _work(self, fill: Fill, start: int, end: int, hashing: bool) -> None:
+    def _work(self, fill: Fill, piece: Piece) -> None:
         error: BaseException | None = None
         try:
-            fill.work(start, end, hashing)
+            fill.work(piece)
         except BaseException as caught:
             error = caught
         with self.condition:
-            fill.done(start, end, hashing, error)
+            fill.done(piece, error)
             self.condition.notify_all()

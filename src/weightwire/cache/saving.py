@@ -1,9 +1,12 @@
 """Entries written while the next tensors are received, from the memory the tensors are in.
 
 A tensor that is to be kept goes through three stages: workers hash it while it arrives; a thread writes it to a
-temporary file; another one syncs that file and puts it in place. From the end of the second stage on its memory is not
-needed. Until then nobody may change that memory without asking (`Save.settle`), so what is in the file is what was
+temporary file; another one syncs that file and puts it in place. What has been written is not needed in memory any
+more. Until then nobody may change that memory without asking (`Save.settle`), so what is in the file is what was
 hashed.
+
+A disk slower than the network holds nobody up: what waits for it lies in memory that its client holds anyway. It is
+waited for where that memory is to be overwritten, or is wanted by somebody else after its client has left it.
 """
 
 from __future__ import annotations
@@ -18,28 +21,26 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
+from weightwire.cache.progress import Progress
 from weightwire.cache.store import CacheWriter, TensorCache, same_bytes
 from weightwire.cache.workers import Workers
 from weightwire.hashing import FNV_OFFSET, fnv1a64
+from weightwire.transport.files import write_back
 
-__all__ = ["MAX_UNSYNCED", "MAX_UNWRITTEN", "PATIENCE", "Save", "Saver"]
+__all__ = ["MAX_UNSYNCED", "SOON", "Save", "Saver"]
 
 logger = logging.getLogger(__name__)
 
-MAX_UNWRITTEN: Final = 256 << 20
-"""Bytes that may wait for being written, in memory; a larger tensor waits alone."""
-
 MAX_UNSYNCED: Final = 1 << 30
 _MAX_FILES: Final = 64
-"""Bytes, and files, that may wait for the disk; a larger one alone."""
+"""Bytes, and files, that may have been written and wait for the disk; a larger one alone."""
 
-PATIENCE: Final = 10.0
-"""Seconds that a client is kept waiting for a disk that cannot keep up, before its tensor is served but not kept. Less
-than the 30 s for which a client waits for a server that takes no bytes.
-"""
+SOON: Final = 256 << 20
+"""An entry with more than that to be written before it, bytes, is not waited for by who asks for it: it is missed."""
 
 _THREADS: Final = ("save", "sync")
 _STEP: Final = 4 << 20
+_SYNC_STEP: Final = 32 << 20
 _SMALL: Final = 128 << 10
 """A tensor up to this size is hashed by the thread that received it: handing it over would take longer."""
 
@@ -53,6 +54,7 @@ class Save:
         self.received = False
         self.cancelled = False
         self.writer: CacheWriter | None = None
+        self.written = 0
         self.lost = False
         """Whether it comes to no entry because something was in its way."""
         self.stored = False
@@ -94,19 +96,19 @@ class Save:
                 if not self._hashing:
                     self._saver.hashed(self)
 
-    def settle(self) -> None:
-        """Return when the memory may be changed: after some waiting, if need be at the price of the entry."""
-        if not self._saver.wait(lambda: self._window is None):
-            with self._saver.condition:
-                self.lost = self._window is not None
-                self.abandon()
+    def settle(self, end: int | None = None) -> None:
+        """Return when the first ``end`` bytes (None: all) of the memory may be changed: after some waiting, and at the
+        price of the entry if the disk does not get on.
+        """
+        upto = self.nbytes if end is None else min(end, self.nbytes)
+        if not self._saver.reach(self, lambda: self._window is None or self.written >= upto):
+            self._saver.give_up([self])
 
     def release(self) -> None:
         """The memory is not needed any more. The saver's lock is held."""
         if self._window is not None:
             self._window = None
-            self._saver.unwritten -= self.nbytes
-            self._saver.condition.notify_all()
+            self._saver.progress.moved()
 
     # On a worker.
 
@@ -132,6 +134,8 @@ class Save:
             logger.exception("hashing a tensor for the cache failed")
             self.cancelled = self.lost = True
         self._hashed = end
+        with self._saver.condition:
+            self._saver.progress.moved()
         return True
 
     @property
@@ -148,8 +152,8 @@ class Saver:
 
     def __init__(self, cache: TensorCache, workers: Workers) -> None:
         self.workers = workers
-        self.condition = threading.Condition()
-        self.unwritten = 0
+        self.progress = Progress()
+        self.condition = self.progress.condition
         self._cache = cache
         self._pending: dict[Save, None] = {}
         self._to_write: deque[Save] = deque()
@@ -159,9 +163,10 @@ class Saver:
         self._syncing_fd = -1
         self._threads: list[threading.Thread] = []
         self._process = os.getpid()
-        self._hurried = False
         self._closing = False
         self._behind = False
+        self._left: list[tuple[int, list[Save]]] = []
+        self._unlisted = False
         self._stored = 0
         self._lost = 0
 
@@ -171,30 +176,17 @@ class Saver:
             return self._stored, self._lost, sum(save.received for save in self._pending)
 
     def begin(self, window: memoryview) -> Save | None:
-        """Keep the tensor that will be received into ``window``; waits where too much is being kept already.
+        """Keep the tensor that will be received into ``window``.
 
-        None if it cannot be kept: the disk is too slow (logged), no thread can be started, the server ends.
+        None if it cannot be kept: no thread can be started, the server ends.
         """
         save = Save(self, window.nbytes, window)
-        if not self.wait(lambda: not self.unwritten or self.unwritten + window.nbytes <= MAX_UNWRITTEN):
-            if not self._hurried:
-                with self.condition:
-                    self._lost += 1
-                level = logging.DEBUG if self._behind else logging.WARNING
-                self._behind = True
-                logger.log(
-                    level, "cache %s: the disk cannot keep up; the tensor is served but not cached; not reported again "
-                    "until it can", self._cache.directory,
-                )  # fmt: skip
-            return None
         with self.condition:
-            if self._hurried:
+            if self.progress.hurried:
                 return None
             if not self._started():
                 self._lost += 1
                 return None
-            self._behind = False
-            self.unwritten += window.nbytes
             self._pending[save] = None
         return save
 
@@ -217,29 +209,85 @@ class Saver:
         self._count(save)
 
     def settled(self, content_hash: int, nbytes: int) -> None:
-        """Wait for what is being kept and is, or may turn out to be, the entry ``content_hash`` of ``nbytes`` bytes."""
+        """Wait for what is being kept and is, or may turn out to be, the entry ``content_hash`` of ``nbytes`` bytes;
+        but not if much else is to be written before it.
+        """
 
         def decided() -> bool:
             return not any(
-                save.received and save.nbytes == nbytes and save.content_hash in (None, content_hash)
+                save.received
+                and save.nbytes == nbytes
+                and save.content_hash in (None, content_hash)
+                and self._before(save) <= SOON
                 for save in self._pending
             )
 
         self.wait(decided)
 
-    def wait(self, condition: Callable[[], bool]) -> bool:
-        """Wait until ``condition``, asked with the lock held, is true, at most `PATIENCE` seconds, and not at all once
-        the server ends. Whether it is.
-        """
+    def _before(self, save: Save) -> int:
+        """Bytes still to be written before ``save`` is. The lock is held."""
+        if save.window is None or save is self._writing:
+            return 0
+        before = self._writing.nbytes - self._writing.written if self._writing is not None else 0
+        for other in self._to_write:
+            if other is save:
+                break
+            before += other.nbytes
+        return before
+
+    def leave(self, nbytes: int, saves: list[Save]) -> None:
+        """Nobody needs ``nbytes`` bytes of memory any more but those saves, which lie in it."""
         with self.condition:
-            self.condition.wait_for(lambda: self._hurried or condition(), PATIENCE)
-            return condition()
+            self._left.append((nbytes, saves))
+
+    @property
+    def left(self) -> int:
+        """Bytes of memory that nobody needs but to be written from."""
+        with self.condition:
+            self._left = [(nbytes, saves) for nbytes, saves in self._left if any(save.window for save in saves)]
+            return sum(nbytes for nbytes, _ in self._left)
+
+    def clear(self, enough: Callable[[], bool]) -> bool:
+        """Have memory that was left written, until ``enough``, asked with the lock held, is true. A disk that takes too
+        long loses the entries that are not written yet. Whether it is enough.
+        """
+        if self.wait(enough):
+            return True
+        with self.condition:
+            late = [save for _, saves in self._left for save in saves]
+        self.give_up(late)
+        return self.wait(enough, 1.0)
+
+    def give_up(self, saves: list[Save]) -> None:
+        """The disk has been waited for long enough: no entry comes of those that are not written yet."""
+        with self.condition:
+            lost = [save for save in saves if save.window is not None]
+            for save in lost:
+                save.lost = True
+                save.abandon()
+        if lost and not self.progress.hurried:
+            level = logging.DEBUG if self._behind else logging.WARNING
+            self._behind = True
+            logger.log(
+                level, "cache %s: the disk cannot keep up; %d tensors are served but not cached; not reported again "
+                "until it can", self._cache.directory, len(lost),
+            )  # fmt: skip
+
+    def reach(self, save: Save, condition: Callable[[], bool]) -> bool:
+        """As `wait`; ``save`` comes next meanwhile."""
+        with self.condition:
+            if save in self._to_write:
+                self._to_write.remove(save)
+                self._to_write.appendleft(save)
+        return self.wait(condition)
+
+    def wait(self, condition: Callable[[], bool], longest: float | None = None) -> bool:
+        """As `Progress.wait`, which does not wait once the server ends."""
+        return self.progress.wait(condition, longest)
 
     def hurry(self) -> None:
         """Nobody waits for the disk any more, and nothing further is kept: the server ends."""
-        with self.condition:
-            self._hurried = True
-            self.condition.notify_all()
+        self.progress.hurry()
 
     def close(self, timeout: float = 5.0) -> None:
         """Finish what is being kept, for at most ``timeout`` seconds, give up the rest, and end the threads.
@@ -297,7 +345,7 @@ class Saver:
         if save in self._pending:
             del self._pending[save]
             self._count(save)
-        self.condition.notify_all()
+        self.progress.moved()
 
     def _count(self, save: Save) -> None:
         with self.condition:
@@ -356,12 +404,19 @@ class Saver:
                 save.lost = save.lost or not save.cancelled
                 return False
             writer.write(window[start : start + _STEP])
+            # On its way to the disk now, and not all of it when it is synced.
+            write_back(writer.fd, start, _STEP)
+            with self.condition:
+                if writer.fd >= 0:
+                    save.written = min(start + _STEP, save.nbytes)
+                    self.progress.moved()
         del window
         with self.condition:
             # From here on the file has it all: what happens to the memory is of no matter.
             if save.cancelled or writer.fd < 0:
                 save.lost = save.lost or not save.cancelled
                 return False
+            self._behind = False
             save.release()
             self.condition.wait_for(lambda: save.cancelled or self._disk_has_room())
             if save.cancelled:
@@ -417,13 +472,26 @@ class Saver:
                 os.close(self._syncing_fd)
                 self._syncing, self._syncing_fd = None, -1
                 self._end(save)
+                more = bool(self._to_sync)
             del save
+            # Until that is done a crash may undo the renaming, which costs nothing but the entries.
+            if self._unlisted and not more:
+                self._unlisted = False
+                self._cache.sync_names()
 
     def _sync(self, save: Save) -> None:
         writer, content_hash = save.writer, save.content_hash
         assert writer is not None
         assert content_hash is not None
         with writer:
-            if not save.cancelled and not self._cache.holds_file(content_hash, writer.fd, save.nbytes):
+            # In steps that show as progress.
+            for start in range(0, save.nbytes, _SYNC_STEP):
+                if save.cancelled:
+                    return
+                write_back(writer.fd, start, _SYNC_STEP, wait=True)
+                with self.condition:
+                    self.progress.moved()
+            if not self._cache.holds_file(content_hash, writer.fd, save.nbytes):
                 save.stored = writer.commit(content_hash, lambda: not save.cancelled)
                 save.lost = save.lost or not (save.stored or save.cancelled)
+                self._unlisted |= save.stored

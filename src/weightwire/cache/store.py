@@ -233,7 +233,10 @@ class TensorCache:
         with self.writer() as writer:
             for chunk in chunks:
                 writer.write(chunk)
-            return writer.commit(content_hash)
+            stored = writer.commit(content_hash)
+        if stored:
+            self.sync_names()
+        return stored
 
     def holds(self, content_hash: int, payload: Buffer) -> bool:
         """Whether the entry is there with exactly the bytes of ``payload``. Reads it; any failure counts as no."""
@@ -277,6 +280,15 @@ class TensorCache:
             self._stuck.clear()
         self._stuck.add(key)
         logger.warning(message, *arguments)
+
+    def sync_names(self) -> None:
+        """Have the names of new entries on the disk, too: until then a crash may lose them. Never raises."""
+        with contextlib.suppress(OSError):
+            fd = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
 
     def written(self) -> None:
         """Note that an entry could be written: the next failure is news again."""

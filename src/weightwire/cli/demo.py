@@ -14,7 +14,7 @@ import click
 
 from weightwire.cli.embedded import EmbeddedServer
 from weightwire.cli.failures import ENVIRONMENT, Failure, as_usage, cannot_here
-from weightwire.cli.options import SIZE, help_, json_output, quiet, timeout, transport
+from weightwire.cli.options import SIZE, help_, json_output, optimized, profile, quiet, timeout, transport
 from weightwire.cli.output import human_bytes, line, note, object_, printable
 from weightwire.cli.progress import Progress, choose_display
 from weightwire.cli.report import push_lines, push_object
@@ -36,6 +36,8 @@ DISK_BESIDE = parse_size("16MiB")
 @click.option("--keep", is_flag=True, help="Keep the generated model and say where it is.")
 @timeout
 @transport
+@profile
+@optimized
 @json_output
 @quiet
 @help_
@@ -45,6 +47,8 @@ def demo(
     keep: bool,
     timeout: float | None,
     transport: str | None,
+    show_profile: bool,
+    optimized: bool | None,
     as_json: bool,
     quiet: bool,
 ) -> None:
@@ -56,13 +60,15 @@ def demo(
     """
     if model is not None and (size is not None or keep):
         raise ConfigError("--size and --keep are for the generated model", hint="leave them out, or leave out MODEL")
-    config = ClientConfig.resolve(timeout=timeout, transport=transport, settings=("timeout", "transport"))
+    config = ClientConfig.resolve(
+        timeout=timeout, transport=transport, optimized=optimized, settings=("timeout", "transport", "optimized")
+    )
     with raising_on_signals(), ExitStack() as stack:
         if model is None:
             path, generated = _generate(stack, size or DEFAULT_SIZE, keep, quiet)
         else:
             path, generated = model, None
-        report, texts = _run(path, config, quiet)
+        report, texts = _run(path, config, show_profile or None, quiet)
     report = {"model": path, "generated": generated is not None, "kept": bool(generated and keep)} | report
     if as_json:
         object_(report)
@@ -111,7 +117,7 @@ def _generate(stack: ExitStack, size: int, keep: bool, quiet: bool) -> tuple[str
     return path, time.monotonic() - started
 
 
-def _run(path: str, config: ClientConfig, quiet: bool) -> tuple[dict[str, Any], list[str]]:
+def _run(path: str, config: ClientConfig, profile: bool | None, quiet: bool) -> tuple[dict[str, Any], list[str]]:
     """Serve, push and verify ``path``; what there is to say about it, as an object and as lines."""
     from weightwire.client import connect
     from weightwire.client.plan import select
@@ -124,8 +130,17 @@ def _run(path: str, config: ClientConfig, quiet: bool) -> tuple[dict[str, Any], 
             select(opened, None)
         _check_memory(opened.nbytes)
         with (
-            EmbeddedServer(("--transport", config.transport), host=_host(config.transport)) as server,
-            connect(server.endpoint, timeout=config.timeout, transport=config.transport) as connection,
+            EmbeddedServer(
+                ("--transport", config.transport, "--optimized" if config.optimized else "--no-optimized"),
+                host=_host(config.transport),
+            ) as server,
+            connect(
+                server.endpoint,
+                timeout=config.timeout,
+                transport=config.transport,
+                profile=profile,
+                optimized=config.optimized,
+            ) as connection,
             Progress("pushing", opened.nbytes, choose_display(quiet), then="verifying") as progress,
         ):
             result = connection.push(opened, cache="never", verify=True, progress=progress.report)

@@ -173,7 +173,8 @@ class EmbeddedServer:
 def _environment() -> dict[str, str]:
     """Our environment, without settings meant for another server, and with our own import path: the child runs in ``/``
     and must find the very package that started it."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("WEIGHTWIRE_SERVER_")}
+    ours = ("WEIGHTWIRE_SERVER_", "GGML_RPC_LOADPROF")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     environment["PYTHONPATH"] = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
     environment["PYTHONSAFEPATH"] = "1"
     environment["PYTHONIOENCODING"] = "utf-8:backslashreplace"

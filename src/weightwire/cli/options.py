@@ -27,6 +27,8 @@ __all__ = [
     "layers_each",
     "no_index",
     "no_mmap",
+    "optimized",
+    "profile",
     "protocol",
     "quiet",
     "targets_of",
@@ -251,6 +253,26 @@ def no_mmap(function: _F) -> _F:
         "--no-mmap",
         is_flag=True,
         help="Read the model's files in large blocks, instead of having the kernel send them.",
+    )(function)
+
+
+def profile(function: _F) -> _F:
+    """``--profile`` of a client."""
+    return click.option(
+        "--profile",
+        "show_profile",
+        is_flag=True,
+        help="Say on stderr what each connection spent its time on. [GGML_RPC_LOADPROF=1 does the same]",
+    )(function)
+
+
+def optimized(function: _F) -> _F:
+    """``--optimized`` and ``--no-optimized``."""
+    return click.option(
+        "--optimized/--no-optimized",
+        default=None,
+        help="The plain way instead of the fast one, to measure the one against the other: the same bytes, one message "
+        "at a time, on one thread. [GGML_RPC_LOAD_OPT=0 is --no-optimized; default: --optimized]",
     )(function)
 
 

@@ -19,6 +19,8 @@ from weightwire.cli.options import (
     layers_each,
     no_index,
     no_mmap,
+    optimized,
+    profile,
     protocol,
     quiet,
     targets_of,
@@ -29,7 +31,7 @@ from weightwire.cli.options import (
 from weightwire.cli.output import line, object_
 from weightwire.cli.progress import Progress, choose_display
 from weightwire.cli.report import push_lines, push_object, say_all
-from weightwire.config import CACHE_MODES, ClientConfig, LoadConfig
+from weightwire.config import CACHE_MODES, ClientConfig, LoadConfig, profile_wanted
 
 if TYPE_CHECKING:
     from weightwire.client import Pushed, Target
@@ -63,6 +65,8 @@ __all__ = ["push"]
 @timeout
 @protocol
 @transport
+@profile
+@optimized
 @json_output
 @quiet
 @help_
@@ -81,6 +85,8 @@ def push(
     timeout: float | None,
     protocol: str | None,
     transport: str | None,
+    show_profile: bool,
+    optimized: bool | None,
     as_json: bool,
     quiet: bool,
 ) -> int:
@@ -95,8 +101,11 @@ def push(
     from weightwire.client.fanout import chosen_for
     from weightwire.model import open_model
 
-    config = ClientConfig.resolve(timeout=timeout, protocol=protocol, cache=cache, transport=transport)
+    config = ClientConfig.resolve(
+        timeout=timeout, protocol=protocol, cache=cache, transport=transport, optimized=optimized
+    )
     check_protocol(config.protocol, "WEIGHTWIRE_PROTOCOL")
+    wanted = profile_wanted(show_profile or None)
     LoadConfig.resolve(threads=threads)  # a variable that cannot be used is heard of before a server is
     targets = targets_of(endpoints, include, layers)
     options: dict[str, Any] = {
@@ -115,8 +124,8 @@ def push(
             # Before a server hears of it.
             totals = [sum(tensor.nbytes for tensor in chosen_for(opened, target)) for target in targets]
         if len(targets) > 1:
-            return _push_to_all(opened, targets, sum(totals), config, options, as_json, quiet)
-        _push_to_one(opened, targets[0], totals[0], config, options, as_json, quiet)
+            return _push_to_all(opened, targets, sum(totals), config, wanted, options, as_json, quiet)
+        _push_to_one(opened, targets[0], totals[0], config, wanted, options, as_json, quiet)
         return 0
 
 
@@ -125,6 +134,7 @@ def _push_to_one(
     target: Target,
     total: int,
     config: ClientConfig,
+    profile: bool | None,
     options: dict[str, Any],
     as_json: bool,
     quiet: bool,
@@ -132,7 +142,12 @@ def _push_to_one(
     from weightwire.client import connect
 
     with connect(
-        target.endpoint, timeout=config.timeout, protocol=config.protocol, transport=config.transport
+        target.endpoint,
+        timeout=config.timeout,
+        protocol=config.protocol,
+        transport=config.transport,
+        profile=profile,
+        optimized=config.optimized,
     ) as connection:
         then = "verifying" if options["verify"] else ""
         with Progress("pushing", total, choose_display(quiet), then=then) as progress:
@@ -151,6 +166,7 @@ def _push_to_all(
     targets: Sequence[Target],
     total: int,
     config: ClientConfig,
+    profile: bool | None,
     options: dict[str, Any],
     as_json: bool,
     quiet: bool,
@@ -167,6 +183,8 @@ def _push_to_all(
             timeout=config.timeout,
             protocol=config.protocol,
             transport=config.transport,
+            profile=profile,
+            optimized=config.optimized,
             **options,
         )
     seconds = time.monotonic() - started

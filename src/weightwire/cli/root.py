@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from weightwire.cli import cache, demo, hash_, info, push, seed, serve, warm
+from weightwire.cli import bench, cache, demo, hash_, info, push, seed, serve, warm
 from weightwire.cli.failures import INTERRUPTED, PIPE_CLOSED, USAGE, as_failure, by_signal, debug, say
 from weightwire.cli.options import help_, version
 from weightwire.cli.output import StdoutClosed, check_stdout, note, occupy_standard_descriptors
@@ -139,5 +139,7 @@ def root(context: click.Context) -> None:
         cpu_features()
 
 
-for _verb in (serve.serve, push.push, warm.warm, seed.seed, cache.cache, hash_.hash_, info.info, demo.demo):
+for _verb in (
+    serve.serve, push.push, warm.warm, seed.seed, cache.cache, hash_.hash_, info.info, bench.bench, demo.demo,
+):  # fmt: skip
     root.add_command(_verb)

@@ -8,6 +8,7 @@ import os
 import select
 import signal
 import sys
+import threading
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Self
@@ -15,13 +16,14 @@ from typing import TYPE_CHECKING, Self
 import click
 
 from weightwire.cli.failures import ENVIRONMENT, Failure, by_signal, cannot_here
-from weightwire.cli.options import SIZE, VERSION, check_protocol, help_, json_output
-from weightwire.cli.output import line, note, object_
+from weightwire.cli.options import SIZE, VERSION, check_protocol, help_, json_output, optimized
+from weightwire.cli.output import StdoutClosed, StdoutFailed, line, note, object_
 from weightwire.config import CACHE_VERIFY_MODES, RETAIN_MODES, TRANSPORTS, ServerConfig
 from weightwire.errors import ConfigError
 
 if TYPE_CHECKING:
     from weightwire.metrics import MetricsEndpoint
+    from weightwire.profile import LoadProfile
     from weightwire.server import Server
 
 __all__ = ["serve"]
@@ -82,6 +84,14 @@ __all__ = ["serve"]
     metavar="H",
     help="Address to serve metrics on. [WEIGHTWIRE_SERVER_METRICS_HOST; default: 127.0.0.1]",
 )
+@click.option(
+    "--profile",
+    "show_profile",
+    is_flag=True,
+    help="Say on stderr what each connection spent its time on, when it ends; with --json on stdout, one object for "
+    "each. [GGML_RPC_LOADPROF=1 does so on stderr]",
+)
+@optimized
 @click.option("--lifeline", is_flag=True, hidden=True, help="End when stdin ends: for a parent that may be killed.")
 @json_output
 @help_
@@ -96,6 +106,8 @@ def serve(
     transport: str | None,
     metrics_port: int | None,
     metrics_host: str | None,
+    show_profile: bool,
+    optimized: bool | None,
     lifeline: bool,
     as_json: bool,
 ) -> None:
@@ -117,8 +129,10 @@ def serve(
         transport=transport,
         metrics_host=metrics_host,
         metrics_port=metrics_port,
+        optimized=optimized,
     )
     check_protocol(config.protocol, "WEIGHTWIRE_SERVER_PROTOCOL")
+    profiles = _Profiles() if show_profile and as_json else None
     directory = _cache_directory(config.cache) if config.cache is not None else None
     with _Stop() as stop, contextlib.ExitStack() as ending:
         with cannot_here("choose another --port (0 takes a free one); --host must be an address of this machine"):
@@ -131,13 +145,22 @@ def serve(
                 retain=config.retain,
                 memory=config.memory,
                 transport=config.transport,
+                profile=False if profiles else show_profile or None,
+                on_profile=profiles.write if profiles else None,
+                optimized=config.optimized,
             )
             # Before anybody can connect: if they cannot be had, no client is cut off.
             metrics = ending.enter_context(_metrics(server, config)) if config.metrics_port is not None else None
             ending.callback(server.close)
             server.start()
-        _announce(server, config, metrics, as_json)
-        stop.wait(lifeline=lifeline)
+        try:
+            _announce(server, config, metrics, as_json)
+            if profiles:
+                profiles.announced.set()
+            stop.wait(lifeline=lifeline)
+        finally:
+            if profiles:
+                profiles.announced.set()
     if stop.signals and stop.signals[0] != signal.SIGTERM:
         sys.exit(by_signal(stop.signals[0]))
 
@@ -177,9 +200,25 @@ def _announce(server: Server, config: ServerConfig, metrics: MetricsEndpoint | N
             "transport": config.transport,
             "metrics": metrics.url if metrics is not None else None,
             "metrics_port": metrics.port if metrics is not None else None,
+            "optimized": config.optimized,
             "pid": os.getpid(),
         }
     )
+
+
+class _Profiles:
+    """Objects of what connections spent their time on, on stdout, one at a time and none before the announcement."""
+
+    def __init__(self) -> None:
+        self.announced = threading.Event()
+        self._lock = threading.Lock()
+
+    def write(self, profile: LoadProfile) -> None:
+        """Whoever has stopped reading them does not want them."""
+        if profile.loaded:
+            self.announced.wait()
+            with self._lock, contextlib.suppress(StdoutClosed, StdoutFailed):
+                object_({"profile": profile.as_dict()})
 
 
 def _cache_directory(text: str) -> Path:

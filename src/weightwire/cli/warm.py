@@ -18,6 +18,8 @@ from weightwire.cli.options import (
     layers_each,
     no_index,
     no_mmap,
+    optimized,
+    profile,
     protocol,
     quiet,
     targets_of,
@@ -48,6 +50,8 @@ __all__ = ["warm"]
 @timeout
 @protocol
 @transport
+@profile
+@optimized
 @json_output
 @quiet
 @help_
@@ -63,6 +67,8 @@ def warm(
     timeout: float | None,
     protocol: str | None,
     transport: str | None,
+    show_profile: bool,
+    optimized: bool | None,
     as_json: bool,
     quiet: bool,
 ) -> int:
@@ -77,7 +83,11 @@ def warm(
     from weightwire.model import open_model
 
     config = ClientConfig.resolve(
-        timeout=timeout, protocol=protocol, transport=transport, settings=("timeout", "protocol", "transport")
+        timeout=timeout,
+        protocol=protocol,
+        transport=transport,
+        optimized=optimized,
+        settings=("timeout", "protocol", "transport", "optimized"),
     )
     check_protocol(config.protocol, "WEIGHTWIRE_PROTOCOL")
     targets = targets_of(endpoints, include, layers)
@@ -100,6 +110,8 @@ def warm(
                 timeout=config.timeout,
                 protocol=config.protocol,
                 transport=config.transport,
+                profile=show_profile or None,
+                optimized=config.optimized,
             )
         seconds = time.monotonic() - started
     if len(warmed) == 1:

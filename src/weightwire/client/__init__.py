@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from weightwire.client.bench import BenchLatency, BenchQuestions, BenchResult, BenchTransfer, bench
 from weightwire.client.connection import Connection, connect
 from weightwire.client.crew import Target
 from weightwire.client.device import DeviceMemory
@@ -12,6 +13,10 @@ from weightwire.client.result import PushResult, PushSummary
 from weightwire.client.warm import Warmed, WarmSummary, warm
 
 __all__ = [
+    "BenchLatency",
+    "BenchQuestions",
+    "BenchResult",
+    "BenchTransfer",
     "Connection",
     "DeviceMemory",
     "PushResult",
@@ -24,6 +29,7 @@ __all__ = [
     "Target",
     "WarmSummary",
     "Warmed",
+    "bench",
     "connect",
     "push_all",
     "warm",

@@ -16,7 +16,7 @@ from weightwire.client.push import ModelSource, push
 from weightwire.client.registered import RegisteredMemory, register
 from weightwire.client.remote import RemoteBuffer
 from weightwire.client.result import PushResult
-from weightwire.config import profile_wanted
+from weightwire.config import PathConfig, profile_wanted
 from weightwire.transport.address import format_sockaddr
 from weightwire.transport.negotiate import open_connection
 from weightwire.transport.profiling import LoadRecorder, print_profile
@@ -39,6 +39,7 @@ def connect(
     protocol: str | None = None,
     transport: str = "auto",
     profile: bool | None = None,
+    optimized: bool | None = None,
 ) -> Connection:
     """Connect to a ggml RPC server at ``endpoint`` (``"host:port"``, ``"[::1]:50052"``; port 50052 if none is given).
 
@@ -48,7 +49,9 @@ def connect(
     such as ``"7.0.0"``, says which version the server speaks, whatever it announces; without it HELLO finds out.
     ``transport`` is ``"auto"`` (RDMA where both ends can, TCP otherwise; `Connection.transport` says which, and why),
     ``"tcp"``, or ``"rdma"`` (nothing else will do). Where RDMA was agreed on and does not work, which takes 5 seconds
-    at most to find out, the connection is made again on TCP.
+    at most to find out, the connection is made again on TCP. ``optimized=False`` (None: GGML_RPC_LOAD_OPT, else True)
+    has `push` send the same bytes as a plain client would, one message and one RDMA chunk at a time, to be measured
+    against (docs/performance.md).
 
     `Connection.profile` says what the connection spends its time on. With ``profile`` True that is also printed to
     stderr when it is closed, if anything was loaded over it; with False nothing is measured. None leaves it to
@@ -60,7 +63,9 @@ def connect(
     the rest. Source: docs/protocol.md, sections 6 and 8.
     """
     wanted = profile_wanted(profile)
-    return Connection(*open_connection(endpoint, timeout, protocol, transport), profile=wanted)
+    path = PathConfig.resolve(optimized=optimized)
+    opened = open_connection(endpoint, timeout, protocol, transport, optimized=path.optimized)
+    return Connection(*opened, profile=wanted, optimized=path.optimized)
 
 
 class Connection:
@@ -77,8 +82,11 @@ class Connection:
         greeting: Greeting,
         dialect: Dialect,
         carrier: Carrier,
+        *,
         profile: bool | None = None,
+        optimized: bool = True,
     ) -> None:
+        self._optimized = optimized
         self._channel = Channel(stream, dialect, LoadRecorder(on=profile is not False))
         self._to_print = profile is True
         self._greeting = greeting
@@ -138,6 +146,11 @@ class Connection:
         recorder = self._channel.recorder
         recorder.sample()
         return recorder.profile()
+
+    @property
+    def optimized(self) -> bool:
+        """Whether this side loads the optimized way, or the plain one (see `connect`)."""
+        return self._optimized
 
     @property
     def closed(self) -> bool:
@@ -261,6 +274,7 @@ class Connection:
                 probe=probe,
                 drop_behind=drop_behind,
                 read=read,
+                optimized=self._optimized,
             ),
         )
 

@@ -16,7 +16,7 @@ from weightwire.client.plan import compile_include, select
 from weightwire.client.push import ModelSource, push_selected
 from weightwire.client.result import PushResult
 from weightwire.client.shared import shared_hashes
-from weightwire.config import profile_wanted
+from weightwire.config import PathConfig, profile_wanted
 from weightwire.model import Model, ModelTensor, open_model
 
 __all__ = ["Pushed", "PushedAll", "chosen_for", "push_all"]
@@ -102,6 +102,7 @@ def push_all(
     protocol: str | None = None,
     transport: str = "auto",
     profile: bool | None = None,
+    optimized: bool | None = None,
 ) -> PushedAll:
     """Connect to several servers and push a model, or a part of it, to each, all at once.
 
@@ -117,6 +118,7 @@ def push_all(
     """
     aims = as_targets(targets)
     profile = profile_wanted(profile)
+    path = PathConfig.resolve(optimized=optimized)
     opened = model if isinstance(model, Model) else open_model(model)
     try:
         chosen = [chosen_for(opened, target) for target in aims]
@@ -136,6 +138,7 @@ def push_all(
                 probe=probe,
                 drop_behind=drop_behind,
                 read=read,
+                optimized=path.optimized,
             )
             for number, target in enumerate(aims)
         ]
@@ -146,7 +149,12 @@ def push_all(
             def open_target(target: Target) -> Connection:
                 try:
                     return connect(
-                        target.endpoint, timeout=timeout, protocol=protocol, transport=transport, profile=profile
+                        target.endpoint,
+                        timeout=timeout,
+                        protocol=protocol,
+                        transport=transport,
+                        profile=profile,
+                        optimized=path.optimized,
                     )
                 except BaseException:
                     leave(aims.index(target))

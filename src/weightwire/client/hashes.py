@@ -34,7 +34,8 @@ class TensorHashes:
 
     What ``index`` has is not read at all; what it lacks is added to it by `record`. ``threads`` and ``in_flight``
     (bytes, of all senders together) are the pool's. ``read`` is how files are read (see `Sources`); ``drop`` keeps what
-    is still to be read for the index. `start` and `close` belong to one ``try`` and its ``finally``.
+    is still to be read for the index. ``plain`` is for a push that is not optimized: one after the other, byte by byte.
+    `start` and `close` belong to one ``try`` and its ``finally``.
 
     Raises ModelError where a file cannot be looked at.
     """
@@ -48,6 +49,7 @@ class TensorHashes:
         index: HashIndex | None = None,
         read: str = "auto",
         drop: DropBehind | None = None,
+        plain: bool = False,
     ) -> None:
         self._tensors = [tensor for tensor in tensors if is_cached(tensor)]
         self._number = {tensor.name: number for number, tensor in enumerate(self._tensors)}
@@ -76,8 +78,9 @@ class TensorHashes:
             threads=threads,
             known=known,
             digest=digest,
-            group=_INTERLEAVED if cpu_features().many == "interleaved" else 1,
-            blocks=in_blocks(payloads, read),
+            group=_INTERLEAVED if not plain and cpu_features().many == "interleaved" else 1,
+            blocks=frozenset() if plain else in_blocks(payloads, read),
+            plain=plain,
             digested=None if drop is None else drop.done,
         )
 

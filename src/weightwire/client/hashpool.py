@@ -43,8 +43,8 @@ class HashPool:
     ``known`` has the hashes that are known beforehand, by number of payload; those payloads are not read. ``digest``
     are the numbers whose SHA-256 is wanted, too: it is taken when no hash is, and at most the bytes in flight behind.
     ``digested`` is called with each such payload when that has been done. ``group`` payloads are hashed together by one
-    thread, but for those numbered ``blocks``, which are read in large blocks. Who wants hashes makes a `feed` before
-    `start`.
+    thread, but for those numbered ``blocks``, which are read in large blocks; ``plain`` hashes byte by byte. Who wants
+    hashes makes a `feed` before `start`.
 
     `start` and `close` belong to one ``try`` and its ``finally``: an interrupt may come at any moment. The first
     failure of any thread is raised to everybody who asks afterwards.
@@ -60,8 +60,10 @@ class HashPool:
         group: int = 1,
         blocks: frozenset[int] = frozenset(),
         digested: Callable[[Payload], object] | None = None,
+        plain: bool = False,
     ) -> None:
         self._payloads = payloads
+        self._plain = plain
         self._count = threads
         self._group = max(group, 1)
         self._changed = threading.Condition(threading.Lock())
@@ -223,6 +225,8 @@ class HashPool:
                 hash_blocks(payload, check) if isinstance(payload, FileRange) else hash_payload(payload)
                 for payload in payloads
             ]
+        if self._plain:
+            return hash_payloads(payloads, check=check, plain=True)
         return hash_payloads(payloads, check=check)
 
     def _settle(self, index: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from weightwire.config import CACHE_MODES, READ_MODES, LoadConfig
 from weightwire.errors import ConfigError
@@ -20,7 +20,8 @@ IndexChoice = HashIndex | str | os.PathLike[str] | bool | None
 class PushOptions:
     """The keyword arguments of `Connection.push`. Raises ConfigError for what cannot be used.
 
-    ``load`` has what ``threads`` and ``in_flight`` come to, the environment and this machine's CPUs considered.
+    ``load`` has what ``threads`` and ``in_flight`` come to, the environment and this machine's CPUs considered. A push
+    that is not ``optimized`` has no threads and no index, whatever is asked for.
     """
 
     cache: str = "auto"
@@ -35,6 +36,7 @@ class PushOptions:
     probe: bool | None = None
     drop_behind: bool = False
     read: str = "auto"
+    optimized: bool = True
     load: LoadConfig = field(init=False)
 
     def __post_init__(self) -> None:
@@ -54,7 +56,7 @@ class PushOptions:
                 f"index: {self.index!r} is no index", hint="give a path, a HashIndex, or False for none at all"
             )
         load = LoadConfig.resolve(threads=self.threads, in_flight=self.in_flight)
-        object.__setattr__(self, "load", load)
+        object.__setattr__(self, "load", load if self.optimized else replace(load, threads=0))
 
     def uses_cache(self, server_has_cache: bool) -> bool:
         """Whether a server that said so (or not) in HELLO is asked for tensors that its cache may have."""
@@ -67,10 +69,10 @@ class PushOptions:
 
     def open_index(self) -> HashIndex | None:
         """The index to use, if any; whoever calls closes it, unless it is the caller's own (``index`` itself)."""
+        if self.index is False or not self.optimized:
+            return None
         if isinstance(self.index, HashIndex):
             return self.index
-        if self.index is False:
-            return None
         if self.index is None or self.index is True:
             return HashIndex() if default_index_path() is not None else None
         return HashIndex(self.index)

@@ -15,6 +15,7 @@ from weightwire.client.hashes import TensorHashes, is_cached
 from weightwire.client.hashpool import HashFeed
 from weightwire.client.layers import parse_layers
 from weightwire.client.options import ProgressCallback, PushOptions
+from weightwire.client.plain import PlainSender
 from weightwire.client.plan import compile_include, place, select
 from weightwire.client.remote import RemoteBuffer, RemoteTensor
 from weightwire.client.result import PushResult, PushSummary
@@ -55,6 +56,7 @@ def push(channel: Channel, server_has_cache: bool, source: ModelSource, options:
                 index=index,
                 read=options.read,
                 drop=drop,
+                plain=not options.optimized,
             )
             feed = hashes.feed(tensors)
             try:
@@ -133,7 +135,8 @@ def _push(
         questions = Questions(channel, placed, payloads, cached, feed, options.probes, hashes.doubt)
     # What is to be verified will be read once more.
     sources = Sources(payloads, cached=set(cached), read=options.read, claim=None if options.verify else claim)
-    sender = Sender(channel, placed, payloads, questions, options.progress, sources)
+    kind = Sender if options.optimized else PlainSender
+    sender = kind(channel, placed, payloads, questions, options.progress, sources)
     recorder.begin()
     sender.run()
     _confirm(channel, device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from weightwire.client.asking import Questions
@@ -176,11 +176,12 @@ class Sender:
         step = BLOCK if self._sources.in_blocks(index) else SLICE
         head = self._head(tensor, 1 if self._questions is not None and index in self._questions else 0)
         position = 0
+        part_of = self._parts(index, tensor, head)
         since = self._recorder.now()
         while True:
             size = min(step, tensor.nbytes - position)
             previous = self._recorder.switch(Stage.READ)
-            part = self._sources.part(index, position, size)
+            part = part_of(position, size)
             self._recorder.switch(Stage.WIRE)
             try:
                 if position:
@@ -204,6 +205,14 @@ class Sender:
         if self._answered:
             self._drain()
         self._report(index)
+
+    def _parts(self, index: int, tensor: RemoteTensor, head: bytes) -> Callable[[int, int], FileRange | memoryview]:
+        """What gives the bytes of a large tensor that start at a position and are so many."""
+
+        def part(position: int, size: int) -> FileRange | memoryview:
+            return self._sources.part(index, position, size)
+
+        return part
 
     @property
     def _head_bytes(self) -> int:

@@ -66,6 +66,7 @@ def shared_hashes(
             index=index,
             read=options.read,
             drop=drop,
+            plain=not options.optimized,
         )
         feeds = [hashes.feed(tensors, len(chosen)) for tensors in chosen]
         try:

@@ -18,7 +18,7 @@ from weightwire.hashing import FNV_OFFSET, fnv1a64
 from weightwire.model.mounts import is_remote, readahead_bytes
 from weightwire.ranges import FileRange
 
-__all__ = ["BLOCK", "Sources", "hash_blocks", "in_blocks"]
+__all__ = ["BLOCK", "Sources", "hash_blocks", "in_blocks", "read_range"]
 
 BLOCK: Final = 8 << 20
 """Bytes read at once, or handed to the kernel where they are read ahead."""
@@ -100,7 +100,7 @@ class Sources:
         if self._blocks:
             if self._memory is None:
                 self._memory = memoryview(bytearray(BLOCK))
-            return _read(payload, position, self._memory[:size])
+            return read_range(payload, position, self._memory[:size])
         if position == 0 and size == payload.nbytes:
             return payload
         return FileRange(payload.fd, payload.offset + position, size, payload.path)
@@ -164,11 +164,12 @@ def hash_blocks(payload: FileRange, check: Callable[[], object]) -> int:
     for position in range(0, payload.nbytes, BLOCK):
         check()
         sources.ahead(0, position)
-        value = fnv1a64(_read(payload, position, memory[: min(BLOCK, payload.nbytes - position)]), value)
+        value = fnv1a64(read_range(payload, position, memory[: min(BLOCK, payload.nbytes - position)]), value)
     return value
 
 
-def _read(payload: FileRange, position: int, into: memoryview) -> memoryview:
+def read_range(payload: FileRange, position: int, into: memoryview) -> memoryview:
+    """Fill ``into`` from byte ``position`` of a range of a file, and return it. ModelError where it cannot be read."""
     got = 0
     while got < into.nbytes:
         at = payload.offset + position + got

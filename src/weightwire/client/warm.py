@@ -16,12 +16,13 @@ from weightwire.client.fanout import chosen_for
 from weightwire.client.hashes import TensorHashes, is_cached
 from weightwire.client.hashpool import HashFeed
 from weightwire.client.options import IndexChoice, ProgressCallback, PushOptions
+from weightwire.client.plain import PlainSender
 from weightwire.client.push import ModelSource
 from weightwire.client.remote import RemoteBuffer, RemoteTensor
 from weightwire.client.sender import Sender
 from weightwire.client.shared import shared_hashes
 from weightwire.client.sources import Sources
-from weightwire.config import profile_wanted
+from weightwire.config import PathConfig, profile_wanted
 from weightwire.errors import AllocationError, CacheUnavailable
 from weightwire.model import Model, ModelTensor, open_model
 from weightwire.profile import LoadProfile, Stage
@@ -58,7 +59,8 @@ class WarmSummary:
 class Warmed:
     """What became of one target of `warm`: a ``summary`` or an ``error``. The connection is closed either way.
 
-    ``endpoint``, ``protocol`` and ``transport`` are those of `Connection`; the last two are None where there was none.
+    ``endpoint``, ``protocol``, ``transport`` and ``optimized`` are those of `Connection`; ``protocol`` and
+    ``transport`` are None where there was none.
     """
 
     target: Target
@@ -67,6 +69,7 @@ class Warmed:
     transport: Mapping[str, object] | None
     summary: WarmSummary | None
     error: Exception | None
+    optimized: bool = True
 
 
 def warm(
@@ -83,6 +86,7 @@ def warm(
     protocol: str | None = None,
     transport: str = "auto",
     profile: bool | None = None,
+    optimized: bool | None = None,
 ) -> list[Warmed]:
     """Fill the tensor caches of servers, stock ones started with ``-c`` included, with a model's tensors over 10 MiB.
 
@@ -100,8 +104,15 @@ def warm(
     """
     aims = as_targets(targets)
     profile = profile_wanted(profile)
+    path = PathConfig.resolve(optimized=optimized)
     options = PushOptions(
-        cache="always", threads=threads, in_flight=in_flight, index=index, drop_behind=drop_behind, read=read
+        cache="always",
+        threads=threads,
+        in_flight=in_flight,
+        index=index,
+        drop_behind=drop_behind,
+        read=read,
+        optimized=path.optimized,
     )
     opened = model if isinstance(model, Model) else open_model(model)
     try:
@@ -115,7 +126,12 @@ def warm(
             def open_target(target: Target) -> Connection:
                 try:
                     return connect(
-                        target.endpoint, timeout=timeout, protocol=protocol, transport=transport, profile=profile
+                        target.endpoint,
+                        timeout=timeout,
+                        protocol=protocol,
+                        transport=transport,
+                        profile=profile,
+                        optimized=path.optimized,
                     )
                 except BaseException:
                     leave(aims.index(target))
@@ -134,7 +150,7 @@ def warm(
                     with connection, connection._channel.exclusive("warm"):
                         summary = _warm(
                             connection._channel, opened, chosen[number], aims[number].device, hashes, feed,
-                            claims[number], read, summed.of(number),
+                            claims[number], options, summed.of(number),
                         )  # fmt: skip
                 finally:
                     leave(number)
@@ -152,6 +168,7 @@ def warm(
                 None if member.connection is None else member.connection.transport,
                 member.result,
                 member.error,
+                path.optimized,
             )
             for member in members
         ]
@@ -168,7 +185,7 @@ def _warm(
     hashes: TensorHashes,
     feed: HashFeed,
     claim: Claim | None,
-    read: str,
+    options: PushOptions,
     progress: ProgressCallback | None,
 ) -> WarmSummary:
     started = time.perf_counter()
@@ -194,8 +211,9 @@ def _warm(
         recorder.begin()
         if claim is not None:
             claim.keep([number for number, tensor in enumerate(tensors) if tensor.nbytes <= limit])
-        sources = Sources([tensor.payload for tensor in fits], cached=range(len(fits)), read=read, claim=claim)
-        _fill(channel, fits, scratch, hashes, feed, sources, progress)
+        sources = Sources([tensor.payload for tensor in fits], cached=range(len(fits)), read=options.read, claim=claim)
+        warmer = _Warmer if options.optimized else _PlainWarmer
+        _fill(warmer, channel, fits, scratch, hashes, feed, sources, progress)
         recorder.switch(Stage.WAIT)
         devices.barrier(channel, device)
         recorder.mark()
@@ -220,6 +238,7 @@ def _warm(
 
 
 def _fill(
+    warmer: type[_Warmer],
     channel: Channel,
     tensors: Sequence[ModelTensor],
     scratch: RemoteBuffer,
@@ -233,7 +252,7 @@ def _fill(
     placed = [RemoteTensor(tensor.name, None, (tensor.nbytes,), tensor.nbytes, scratch, 0) for tensor in tensors]
     payloads = [tensor.payload for tensor in tensors]
     questions = Questions(channel, placed, payloads, range(len(tensors)), feed, True, hashes.doubt)
-    _Warmer(channel, placed, payloads, questions, progress, sources).run()
+    warmer(channel, placed, payloads, questions, progress, sources).run()
 
 
 class _Warmer(Sender):
@@ -286,3 +305,7 @@ class _Warmer(Sender):
             endpoint=endpoint,
             hint=_NO_CACHE,
         )
+
+
+class _PlainWarmer(_Warmer, PlainSender):
+    """The same, the plain way."""

@@ -47,10 +47,10 @@ class Block:
         if isinstance(destination, HostMemory):
             destination.when_freed(lambda: capacity.give_back(nbytes))
 
-    def reached(self, end: int) -> None:
-        """Data up to offset ``end`` is about to come."""
+    def reached(self, end: int, *, ahead: bool = True) -> None:
+        """Data up to offset ``end`` is about to come; unless ``ahead``, memory behind it is not to be prepared yet."""
         if self._job is not None:
-            self._job.reached(end)
+            self._job.reached(end, ahead=ahead)
 
     def keep(self, start: int, save: Save) -> None:
         """The tensor from byte ``start`` on is being written to the cache from this memory."""
@@ -58,15 +58,25 @@ class Block:
 
     def kept(self, start: int, nbytes: int) -> bool:
         """Whether some of that range is needed for the cache at this moment."""
-        self._saves = [entry for entry in self._saves if entry[2].window is not None]
-        return any(low < start + nbytes and start < high for low, high, _ in self._saves)
+        return bool(self.needed(start, nbytes))
+
+    def leave(self, saver: Saver) -> None:
+        """The buffer is gone: what the cache still needs is all that the memory is there for, unless it is listed."""
+        needed = self.needed(0, self._nbytes)
+        if needed and self.closed:
+            saver.leave(self._nbytes, [save for _, _, save in needed])
 
     def about_to_write(self, start: int, nbytes: int) -> None:
         """Must be called before any byte of the range changes: waits until the cache has what it needs of it."""
-        if self._saves and self.kept(start, nbytes):
-            for low, high, save in self._saves:
-                if low < start + nbytes and start < high:
-                    save.settle()
+        for low, _, save in self.needed(start, nbytes):
+            save.settle(start + nbytes - low)
+
+    def needed(self, start: int, nbytes: int) -> list[tuple[int, int, Save]]:
+        """What of that range is needed for the cache at this moment: first byte, end, and for which tensor."""
+        if not self._saves:
+            return []
+        self._saves = [entry for entry in self._saves if entry[2].window is not None]
+        return [entry for entry in self._saves if entry[0] < start + nbytes and start < entry[1]]
 
     def hold(self) -> None:
         """One more needs the destination."""
@@ -285,7 +295,7 @@ class BufferTable:
             if self._capacity.crowded:
                 logger.info("a buffer of %d bytes refused: all clients together hold %d buffers", nbytes, MAX_BUFFERS)
             else:
-                logger.info("a buffer of %d bytes refused: %d bytes are free", nbytes, self._capacity.free)
+                logger.info("a buffer of %d bytes refused: %d bytes are free", nbytes, self.free_bytes)
             return None
         handle = 0
         while not handle or handle in self._buffers:
@@ -312,11 +322,19 @@ class BufferTable:
         """Reserve the memory of a buffer, if need be once the cache has what it needs of buffers that are gone."""
         if self._capacity.take(nbytes):
             return True
+        # The step that was being taken on a buffer when it was freed.
+        self._populator.settle()
+        if self._capacity.take(nbytes):
+            return True
         saver = self._saver
-        if saver is None or not saver.unwritten:
+        if saver is None or not saver.left or nbytes > self.free_bytes:
             return False
-        saver.wait(lambda: not saver.unwritten)
-        return self._capacity.take(nbytes)
+        return saver.clear(lambda: self._capacity.take(nbytes))
+
+    @property
+    def free_bytes(self) -> int:
+        """How much memory can be had at this moment, what the cache would have to hand over included."""
+        return min(self._capacity.total, self._capacity.free + (self._saver.left if self._saver is not None else 0))
 
     def _make(self, nbytes: int, device: int) -> Block | None:
         """The memory of a buffer, or None. Whatever it raises, nothing is left of what it had made."""
@@ -377,15 +395,12 @@ class BufferTable:
             )
         return Located(tensor, buffer, start, nbytes)
 
-    def free(self, handle: int, *, settle: bool = True) -> None:
+    def free(self, handle: int) -> None:
         """Give a buffer back. BadRequest if there is none.
 
-        With ``settle`` its memory is free afterwards, as far as the cache is concerned. Without, what is being kept of
-        it is kept, and it is free after that.
+        What is being kept of it is kept; its memory is free after that, or when it is wanted.
         """
         buffer = self.get(handle)
-        if settle and buffer.block is not None:
-            buffer.block.about_to_write(0, buffer.nbytes)
         del self._buffers[handle]
         self._space.vacate(buffer.base)
         if self.registry.keep:
@@ -394,13 +409,15 @@ class BufferTable:
             buffer.forget_all()
         if buffer.block is not None:
             buffer.block.drop()
+            if self._saver is not None:
+                buffer.block.leave(self._saver)
         else:
             self._capacity.give_back(0)
 
     def free_all(self) -> None:
         """Give everything back: the client has gone."""
         for handle in list(self._buffers):
-            self.free(handle, settle=False)
+            self.free(handle)
 
 
 def span(tensor: RpcTensor) -> int:

@@ -79,7 +79,7 @@ class Commands:
 
     def _device_memory(self, body: bytes) -> bytes:
         self._device(self._dialect.decode_device(Command.GET_DEVICE_MEMORY, body).device)
-        return encode_memory_answer(min(self._capacity.free, _MAX_SIZE), min(self._capacity.total, _MAX_SIZE))
+        return encode_memory_answer(min(self._buffers.free_bytes, _MAX_SIZE), min(self._capacity.total, _MAX_SIZE))
 
     @staticmethod
     def _device(device: int) -> None:

@@ -21,7 +21,7 @@ from weightwire.transport.profiling import LoadRecorder
 from weightwire.wire import Dialect
 from weightwire.wire.messages import SetTensorHash
 
-__all__ = ["MAX_AHEAD", "MAX_QUESTIONS", "Filler"]
+__all__ = ["MAX_AHEAD", "MAX_QUESTIONS", "Filler", "Question"]
 
 MAX_QUESTIONS: Final = 8
 """Questions of one client that are being worked on at once."""
@@ -33,7 +33,7 @@ _HOOK_AHEAD: Final = 64 << 20
 
 
 @dataclass(slots=True)
-class _Question:
+class Question:
     """A tensor, a hash, and how far the answer has come."""
 
     located: Located
@@ -76,7 +76,7 @@ class Filler:
         self._saver = saver
         self._recorder = recorder
         self._reader = Reader(workers, recorder.switch)
-        self._questions: deque[_Question] = deque()
+        self._questions: deque[Question] = deque()
 
     def __bool__(self) -> bool:
         return bool(self._questions)
@@ -142,19 +142,19 @@ class Filler:
                 os.close(question.fd)
         self._reader.close()
 
-    def _understood(self, request: SetTensorHash, *, named: bool) -> _Question:
+    def _understood(self, request: SetTensorHash, *, named: bool) -> Question:
         if named:
             self.tensor = request.tensor.label
         located = self._buffers.locate(request.tensor)
         start = located.range(request.offset, 0)
-        return _Question(located, request.hash, request.offset, start, located.nbytes - request.offset)
+        return Question(located, request.hash, request.offset, start, located.nbytes - request.offset)
 
-    def _begin(self, question: _Question) -> None:
+    def _begin(self, question: Question) -> None:
         self._questions.append(question)
         if self._cache is not None and question.nbytes:
             self._look_up(question, self._cache)
 
-    def _look_up(self, question: _Question, cache: TensorCache) -> bool:
+    def _look_up(self, question: Question, cache: TensorCache) -> bool:
         """Find the entry, and begin to read it. Whether there is one."""
         fd = cache.lookup(question.content_hash, question.nbytes)
         if fd is None:
@@ -167,8 +167,9 @@ class Filler:
         try:
             block.about_to_write(question.start, question.nbytes)
             question.placed = question.located.buffer.begin(question.located)
-            # Fresh pages are touched by whoever reads into them, while they are in that processor's cache.
-            block.reached(question.start + question.nbytes)
+            # Fresh pages are touched by whoever reads into them, while they are in that processor's cache; and a thread
+            # that touched the next question's would only take a processor from who answers this one.
+            block.reached(question.start + question.nbytes, ahead=False)
             window = block.direct.window(question.start, question.nbytes)
             hashed = cache.verify == "content"
             question.fill = self._reader.start(fd, window, question.start, hashed=hashed)
@@ -177,7 +178,7 @@ class Filler:
             raise
         return True
 
-    def _settle(self, question: _Question, cache: TensorCache) -> bool:
+    def _settle(self, question: Question, cache: TensorCache) -> bool:
         if question.fill is None and question.fd < 0:
             if self._saver is not None:
                 self._saver.settled(question.content_hash, question.nbytes)
@@ -192,7 +193,7 @@ class Filler:
             os.close(question.fd)
             question.fd = -1
 
-    def _finish(self, question: _Question, fill: Fill, cache: TensorCache) -> bool:
+    def _finish(self, question: Question, fill: Fill, cache: TensorCache) -> bool:
         filled = False
         try:
             filled = fill.finish() in (None, question.content_hash)
@@ -210,7 +211,7 @@ class Filler:
             question.fill = None
         return filled
 
-    def _through_hook(self, question: _Question, cache: TensorCache) -> bool:
+    def _through_hook(self, question: Question, cache: TensorCache) -> bool:
         """Hand the entry to a destination's hook, which must not be shown anything that has not been proved."""
         fd, located = question.fd, question.located
         hashed = cache.verify == "content"

@@ -16,12 +16,13 @@ from typing import Final, Self
 from weightwire.cache.saving import Saver
 from weightwire.cache.store import TensorCache
 from weightwire.cache.workers import Workers
-from weightwire.config import RETAIN_MODES, checked_seconds, profile_wanted
+from weightwire.config import RETAIN_MODES, PathConfig, checked_seconds, profile_wanted
 from weightwire.errors import ConfigError, RdmaUnavailable, TransportError
 from weightwire.profile import LoadProfile
 from weightwire.server import arguments
 from weightwire.server.capacity import MAX_PINNED, Capacity, Tally
 from weightwire.server.destinations import Destination, HostMemory
+from weightwire.server.plain import NoPopulator, PlainSaver
 from weightwire.server.populate import Populator
 from weightwire.server.served import Registry, ServedTensor
 from weightwire.server.session import Services, Session
@@ -64,7 +65,9 @@ class Server:
     or ``"rdma"``: clients that do not come over RDMA are turned away. ``on_profile`` is called once for each
     connection, when it has ended, with a `LoadProfile` of what its time went on, from the thread that served it; what
     it raises is logged. With ``profile`` True (None: with GGML_RPC_LOADPROF=1) that is also printed to stderr, if
-    anything was loaded. Without both nothing is measured.
+    anything was loaded. Without both nothing is measured. ``optimized=False`` (None: GGML_RPC_LOAD_OPT, else True) has
+    it do what a plain server does, one message and one RDMA chunk at a time, to be measured against: it then needs
+    memory for one tensor more for each client (docs/performance.md).
 
     Nothing happens before `start`. Raises ConfigError for arguments that cannot be used.
     """
@@ -87,6 +90,7 @@ class Server:
         transport: str = "auto",
         profile: bool | None = None,
         on_profile: Callable[[LoadProfile], object] | None = None,
+        optimized: bool | None = None,
     ) -> None:
         self._host = arguments.host_name(host)
         self._port = arguments.whole_number("port", port, 0, 65535)
@@ -114,6 +118,7 @@ class Server:
             raise ConfigError(
                 f"transport='rdma', and protocol {self._dialect.text} has no RDMA", hint="4.0 and newer have it"
             )
+        self._optimized = PathConfig.resolve(optimized=optimized).optimized
         self._registry = Registry(keep=retain == "process", on_tensor=on_tensor)
 
         # Reentrant, for a signal handler that closes the server.
@@ -127,7 +132,7 @@ class Server:
         self._wake: socket.socket | None = None
         self._unlisten = contextlib.ExitStack()
         self._acceptor: threading.Thread | None = None
-        self._populator = Populator()
+        self._populator = Populator() if self._optimized else NoPopulator()
         self._workers = Workers()
         self._saver: Saver | None = None
         self._sessions: dict[Session, threading.Thread] = {}
@@ -155,7 +160,8 @@ class Server:
             cache = self._cache_at
             if cache is not None and not isinstance(cache, TensorCache):
                 cache = TensorCache(cache, verify=self._cache_verify)
-            self._saver = Saver(cache, self._workers) if cache is not None else None
+            make_saver = Saver if self._optimized else PlainSaver
+            self._saver = make_saver(cache, self._workers) if cache is not None else None
             self._services = Services(
                 dialect=self._dialect,
                 greeting=self._greeting,
@@ -172,6 +178,7 @@ class Server:
                 pinned=Tally(MAX_PINNED),
                 on_profile=self._on_profile,
                 print_profile=self._print_profile,
+                optimized=self._optimized,
             )
             self._listen()
             self._ledger.begin(cache)
@@ -323,6 +330,11 @@ class Server:
     def endpoints(self) -> tuple[str, ...]:
         """``host:port`` of every address it listens on; empty before it has started."""
         return self._endpoints
+
+    @property
+    def optimized(self) -> bool:
+        """Whether it receives the optimized way, or the plain one."""
+        return self._optimized
 
     @property
     def tensors(self) -> Mapping[str, ServedTensor]:

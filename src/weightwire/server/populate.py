@@ -29,7 +29,7 @@ _NEVER: Final = 1 << 64
 class PopulateJob:
     """One region being populated. `reached` and `cancel`, from any thread, do not wait for the worker."""
 
-    __slots__ = ("_nbytes", "_next", "_owner", "_reach", "_region", "_wake_at")
+    __slots__ = ("_ahead", "_nbytes", "_next", "_owner", "_reach", "_region", "_wake_at")
 
     def __init__(self, owner: Populator, region: HostRegion) -> None:
         self._owner = owner
@@ -37,6 +37,7 @@ class PopulateJob:
         self._nbytes = region.nbytes
         self._next = 0
         self._reach = 0
+        self._ahead = True
         self._wake_at = _NEVER
 
     @property
@@ -44,13 +45,16 @@ class PopulateJob:
         """Offset up to which the worker has populated or has been overtaken, bytes."""
         return self._next
 
-    def reached(self, end: int) -> None:
-        """Data up to offset ``end`` is there or on its way."""
+    def reached(self, end: int, *, ahead: bool = True) -> None:
+        """Data up to offset ``end`` is there or on its way. Unless ``ahead``, what comes behind it is left alone until
+        this is called again: nothing slower than memory is waited for.
+        """
+        self._ahead = ahead
         if end > self._reach:
             self._reach = end
-            # Written by the worker after it has looked at _reach: one of the two always sees the other's number.
-            if end >= self._wake_at:
-                self._owner.wake(self)
+        # Written by the worker after it has looked at the two above: it or this always sees what the other wrote.
+        if ahead and self._reach >= self._wake_at:
+            self._owner.wake(self)
 
     def cancel(self) -> None:
         """Let go of the region; the worker drops it after the step it is in."""
@@ -65,7 +69,7 @@ class PopulateJob:
         # What the data has reached is touched already; to follow behind would only get in its way.
         start = max(self._next, -(-self._reach // _HUGE_PAGE) * _HUGE_PAGE)
         self._next = start
-        end = min(start + STEP, self._nbytes, self._reach + LOOK_AHEAD)
+        end = min(start + STEP, self._nbytes, self._reach + (LOOK_AHEAD if self._ahead else 0))
         if start >= end:
             return False
         region.populate(start, end - start)
@@ -78,7 +82,7 @@ class PopulateJob:
             self._wake_at = _NEVER
             return True
         self._wake_at = max(0, self._next - LOOK_AHEAD // 2)
-        if self._reach >= self._wake_at:
+        if self._ahead and self._reach >= self._wake_at:
             self._wake_at = _NEVER
             return False
         return True
@@ -97,6 +101,8 @@ class Populator:
         self._condition = threading.Condition()
         self._ready: deque[PopulateJob] = deque()
         self._thread: threading.Thread | None = None
+        self._busy = False
+        self._steps = 0
         self._closing = False
 
     def add(self, region: HostRegion) -> PopulateJob:
@@ -109,7 +115,7 @@ class Populator:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="weightwire-populate", daemon=True)
                 self._thread.start()
-            self._condition.notify()
+            self._condition.notify_all()
         return job
 
     def wake(self, job: PopulateJob) -> None:
@@ -117,14 +123,20 @@ class Populator:
         with self._condition:
             if job.unpark():
                 self._ready.append(job)
-                self._condition.notify()
+                self._condition.notify_all()
+
+    def settle(self, timeout: float = 1.0) -> None:
+        """Wait until the worker has let go of regions that were cancelled: until the end of the step it is in."""
+        with self._condition:
+            seen = self._steps
+            self._condition.wait_for(lambda: not self._busy or self._steps != seen, timeout)
 
     def close(self, timeout: float = 5.0) -> None:
         """End the thread after the step it is in, waiting for it at most ``timeout`` seconds. Idempotent."""
         with self._condition:
             self._closing = True
             self._ready.clear()
-            self._condition.notify()
+            self._condition.notify_all()
             thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout)
@@ -137,17 +149,25 @@ class Populator:
                 if self._closing:
                     return
                 job = self._ready.popleft()
-            try:
-                more = job.step()
-            except Exception:
-                # Touching ahead only saves time: without it the data touches the pages itself.
-                logger.debug("populating memory ahead of the data failed", exc_info=True)
-                job.cancel()
-                continue
+                self._busy = True
+            more = self._step(job)
             with self._condition:
+                self._busy = False
+                self._steps += 1
+                self._condition.notify_all()
                 if self._closing:
                     return
                 if more or not job.park():
                     self._ready.append(job)
             # Nothing may keep the last job's region alive while this thread waits.
             del job
+
+    @staticmethod
+    def _step(job: PopulateJob) -> bool:
+        try:
+            return job.step()
+        except Exception:
+            # Touching ahead only saves time: without it the data touches the pages itself.
+            logger.debug("populating memory ahead of the data failed", exc_info=True)
+            job.cancel()
+            return False

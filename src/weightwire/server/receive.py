@@ -63,10 +63,7 @@ class Receiver:
         request = self._dialect.decode_set_tensor(self.stream.recv(self._head_bytes))
         located = self._locate(request.tensor)
         start = located.range(request.offset, nbytes)
-        self._recorder.set_tensor_bytes += nbytes
         buffer = located.buffer
-        if nbytes:
-            buffer.memory.about_to_write(start, nbytes)
         placed = buffer.begin(located)
         if not nbytes:
             buffer.wrote(placed, located, request.offset, 0)
@@ -79,8 +76,6 @@ class Receiver:
                 window = block.direct.window(start, nbytes)
                 if kept and self._saver is not None:
                     save = self._saver.begin(window)
-                if save is not None:
-                    block.keep(start, save)
                 self._into_memory(block, window, start, save)
             elif kept and self._cache is not None and self._saver is not None:
                 self._through_hook(block.destination, start, nbytes, self._cache.writer(), self._saver)
@@ -92,7 +87,9 @@ class Receiver:
             buffer.spoil(placed)
             raise
         if save is not None:
+            block.keep(start, save)
             save.complete()
+        self._recorder.set_tensor_bytes += nbytes
         buffer.wrote(placed, located, request.offset, nbytes)
 
     def set_tensor_2d(self, size: int) -> None:
@@ -106,7 +103,6 @@ class Receiver:
         start = check_rows(located, request)
         if size - head_bytes != row * rows:
             raise BadMessage(f"{size - head_bytes} bytes of data for {rows} rows of {row} bytes")
-        self._recorder.set_tensor_bytes += row * rows
         buffer = located.buffer
         if row and rows:
             buffer.memory.about_to_write(start, (rows - 1) * stride + row)
@@ -114,16 +110,11 @@ class Receiver:
         if row and rows:
             block = buffer.memory
             try:
-                if rows == 1 or stride == row:
-                    self._range(block, start, row * rows)
-                elif row >= DIRECT_ROW:
-                    for index in range(rows):
-                        self._range(block, start + index * stride, row)
-                else:
-                    self._short_rows(block, start, row, rows, stride)
+                self._rows(block, start, row, rows, stride)
             except BaseException:
                 buffer.spoil(placed)
                 raise
+        self._recorder.set_tensor_bytes += row * rows
         buffer.wrote_rows(placed, located, request.offset, row, rows, stride)
 
     def _recv_into(self, piece: memoryview) -> None:
@@ -142,6 +133,15 @@ class Receiver:
 
     # From the stream.
 
+    def _rows(self, block: Block, start: int, row: int, rows: int, stride: int) -> None:
+        if rows == 1 or stride == row:
+            self._range(block, start, row * rows)
+        elif row >= DIRECT_ROW:
+            for index in range(rows):
+                self._range(block, start + index * stride, row)
+        else:
+            self._short_rows(block, start, row, rows, stride)
+
     def _range(self, block: Block, start: int, nbytes: int) -> None:
         if block.direct is not None:
             self._into_memory(block, block.direct.window(start, nbytes), start, None)
@@ -151,8 +151,12 @@ class Receiver:
     def _into_memory(self, block: Block, window: memoryview, start: int, save: Save | None) -> None:
         """Receive into memory itself; ``save`` follows."""
         nbytes = window.nbytes
+        # In pieces: a client that overwrites what was just sent goes on as fast as the disk, and never stands still.
+        needed = block.needed(start, nbytes)
         for done in range(0, nbytes, _PIECE):
             piece = window[done : done + _PIECE]
+            for low, _, other in needed:
+                other.settle(start + done + piece.nbytes - low)
             block.reached(start + done + piece.nbytes)
             self._recv_into(piece)
             if save is not None:

@@ -22,6 +22,7 @@ from weightwire.server.commands import Commands
 from weightwire.server.destinations import Destination
 from weightwire.server.errors import BadMessage, BadRequest, log_failure
 from weightwire.server.filling import Filler
+from weightwire.server.plain import PlainFiller, PlainReceiver
 from weightwire.server.populate import Populator
 from weightwire.server.receive import Receiver
 from weightwire.server.served import Registry
@@ -75,6 +76,7 @@ class Services:
     """Hosts without RDMA where it is required, and when."""
     on_profile: Callable[[LoadProfile], object] | None = None
     print_profile: bool = False
+    optimized: bool = True
 
 
 class Session:
@@ -109,10 +111,11 @@ class Session:
         self._staging = Staging()
         self._recorder = LoadRecorder("server", on=services.on_profile is not None or services.print_profile)
         self._recorder.watch(stream)
-        self._receiver = Receiver(
+        make_receiver, make_filler = (Receiver, Filler) if services.optimized else (PlainReceiver, PlainFiller)
+        self._receiver = make_receiver(
             stream, self._dialect, self._buffers, self._staging, services.cache, services.saver, self._recorder
         )
-        self._filler = Filler(
+        self._filler = make_filler(
             self._dialect,
             self._buffers,
             self._staging,
@@ -278,7 +281,7 @@ class Session:
                 self._stay(replace(on_tcp(f"{most} clients are on RDMA already, which is the most"), serious=True))
                 return NO_CAPS
             self._pinned = RING_BYTES
-        accepted = accept(self._tcp, caps)
+        accepted = accept(self._tcp, caps, optimized=self._services.optimized)
         if isinstance(accepted, Carrier):
             self._unpin()
             self._stay(accepted)

@@ -95,8 +95,8 @@ class ByteStream(Protocol):
     def peek(self, nbytes: int) -> bytes:
         """Up to ``nbytes`` bytes that have arrived, without taking them; ``b""`` if there are none.
 
-        A hint, for one who can use what comes next: a transport that cannot look (RDMA) always says ``b""``. Never
-        waits and never raises.
+        A hint, for one who can use what comes next: a transport that cannot look says ``b""``. Never waits and never
+        raises.
         """
 
     def shutdown(self) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Final
 
 from weightwire._native import _memory
+from weightwire.errors import AllocationError
 
-__all__ = ["HostRegion", "available_memory", "first_difference"]
+__all__ = ["HostRegion", "available_memory", "cleared_memory", "first_difference"]
 
 HostRegion = _memory.HostRegion
 first_difference = _memory.first_difference
@@ -21,6 +23,25 @@ def available_memory() -> int:
     available = _mem_available(Path("/proc/meminfo"))
     limits = [left for left in _cgroup_room(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")) if left is not None]
     return max(0, min([available, *limits]))
+
+
+_SURELY_THERE: Final = 64 << 20
+
+
+def cleared_memory(nbytes: int, what: str) -> memoryview:
+    """``nbytes`` bytes of ordinary memory, every one of them written with zero. AllocationError, which names ``what``
+    they are for, where they are not to be had: the system would give them and then kill whoever writes them.
+    """
+    if nbytes <= _SURELY_THERE or nbytes <= available_memory():
+        try:
+            return memoryview(bytearray(nbytes))
+        except MemoryError:
+            pass
+    raise AllocationError(
+        f"there is no memory for {what} of {nbytes} bytes",
+        nbytes=nbytes,
+        hint="the optimized way of loading, which is the default, needs none for it",
+    )
 
 
 def _mem_available(path: Path) -> int:

@@ -79,11 +79,14 @@ class _Unusable(Exception):
     """RDMA was agreed on in HELLO and does not work; the argument is why. The connection is closed."""
 
 
-def open_connection(endpoint: str, timeout: float, protocol: str | None = None, transport: str = "auto") -> Opened:
+def open_connection(
+    endpoint: str, timeout: float, protocol: str | None = None, transport: str = "auto", *, optimized: bool = True
+) -> Opened:
     """Connect to ``endpoint`` ("host:port"), exchange HELLO and settle the dialect, within ``timeout`` seconds in all.
 
     ``protocol`` (such as ``"7.0.0"``) is the caller's word that the server speaks that version, whatever it announces.
     The stream's own ``timeout`` is set to ``timeout``: every later wait without progress ends after so many seconds.
+    Unless ``optimized``, one SEND at a time is in flight where RDMA carries them.
     ``transport`` is ``"auto"`` (RDMA where both ends can, TCP otherwise), ``"tcp"`` or ``"rdma"``. Where RDMA was
     agreed on and its first request is not answered within 5 seconds (or ``timeout``), the connection is made once more
     on TCP, with another ``timeout`` seconds for that.
@@ -106,7 +109,7 @@ def open_connection(endpoint: str, timeout: float, protocol: str | None = None, 
         check_environment(os.environ)
     barred = on_tcp(ASKED_FOR_TCP) if transport == "tcp" else None
     try:
-        opened = _open(endpoint, timeout, forced, barred, required)
+        opened = _open(endpoint, timeout, forced, barred, required, optimized)
     except _Unusable as failure:
         error = failure.args[0]
         reason = f"RDMA was agreed on and does not work: {error.detail}"
@@ -116,7 +119,8 @@ def open_connection(endpoint: str, timeout: float, protocol: str | None = None, 
             ) from error
         _log.warning("%s: %s; connecting again on TCP", endpoint, reason)
         try:
-            opened = _open(endpoint, timeout, forced, replace(refused(error), reason=reason, serious=False), required)
+            barred = replace(refused(error), reason=reason, serious=False)
+            opened = _open(endpoint, timeout, forced, barred, required, optimized)
         except ServerBusy as busy:
             busy.hint = f"{reason}; the server may still wait there, and with transport='tcp' is not asked to"
             raise
@@ -125,7 +129,9 @@ def open_connection(endpoint: str, timeout: float, protocol: str | None = None, 
     return opened
 
 
-def _open(endpoint: str, timeout: float, forced: Dialect | None, barred: Carrier | None, required: bool) -> Opened:
+def _open(
+    endpoint: str, timeout: float, forced: Dialect | None, barred: Carrier | None, required: bool, optimized: bool
+) -> Opened:
     """One attempt: on TCP if ``barred`` says why."""
     deadline = time.monotonic() + timeout
     held = 0.0
@@ -140,7 +146,7 @@ def _open(endpoint: str, timeout: float, forced: Dialect | None, barred: Carrier
         with ExitStack() as undo:
             undo.callback(stream.close)
             wanted = caps_form and barred is None and (forced is None or forced.rdma)
-            offered = offer(stream) if wanted else None
+            offered = offer(stream, optimized=optimized) if wanted else None
             if isinstance(offered, RdmaOffer):
                 undo.callback(offered.close)
             elif offered is not None and required:

@@ -108,7 +108,7 @@ class LoadRecorder(_profile.Profile):
 
 def print_profile(profile: LoadProfile) -> None:
     """Write ``profile`` to stderr, in one go, if anything was loaded. A stderr that is gone is no reason to fail."""
-    if not (profile.set_tensor_calls or profile.hits or profile.misses):
+    if not profile.loaded:
         return
     text = "\n".join(profile.lines()) + "\n"
     with contextlib.suppress(OSError, ValueError, AttributeError):

@@ -131,13 +131,15 @@ class RdmaOffer:
         self._stream.close()
 
 
-def offer_rdma(tcp: TcpStream, environ: Mapping[str, str] | None = None) -> RdmaOffer:
+def offer_rdma(tcp: TcpStream, environ: Mapping[str, str] | None = None, depth: int = max(SEND_RUNGS)) -> RdmaOffer:
     """A queue pair on the device that leads to the peer of ``tcp``, ready to be offered in HELLO.
+
+    At most ``depth`` SENDs will be in flight.
 
     Raises ``RdmaUnavailable`` with the reason why there is none (its cause is the ``RegistrationError`` or
     ``VerbsError`` behind it, if any); nothing stays open then.
     """
-    return _make(tcp.endpoint, choose(_local_address(tcp), os.environ if environ is None else environ))
+    return _make(tcp.endpoint, choose(_local_address(tcp), os.environ if environ is None else environ), depth)
 
 
 def usable_address(addresses: Iterable[str], environ: Mapping[str, str] | None = None) -> str:
@@ -176,10 +178,10 @@ def _spelt_out(addresses: Iterable[str], environ: Mapping[str, str]) -> list[str
     return found
 
 
-def _make(endpoint: str, choice: Choice) -> RdmaOffer:
+def _make(endpoint: str, choice: Choice, depth: int = max(SEND_RUNGS)) -> RdmaOffer:
     made: list[Any] = []
     try:
-        return _build(endpoint, choice, made)
+        return _build(endpoint, choice, made, depth)
     except BaseException as error:
         for handle in reversed(made):
             handle.close()
@@ -195,7 +197,7 @@ def _make(endpoint: str, choice: Choice) -> RdmaOffer:
         raise
 
 
-def _build(endpoint: str, choice: Choice, made: list[Any]) -> RdmaOffer:
+def _build(endpoint: str, choice: Choice, made: list[Any], depth: int) -> RdmaOffer:
     devices = {device.name: device for device in _verbs.devices()}
     if choice.device not in devices:
         raise RdmaUnavailable(f"the RDMA device {choice.device} has gone", reason=f"{choice.device} has gone")
@@ -213,7 +215,7 @@ def _build(endpoint: str, choice: Choice, made: list[Any]) -> RdmaOffer:
         domain, sends, receives, sends=max(SEND_RUNGS), receives=RECEIVE_SLOTS + _SPARE_RECEIVES, inline=_INLINE
     )
     made.append(pair)
-    rings = register_rings(lambda nbytes: _verbs.MemoryRegion(domain, HostRegion(nbytes)))
+    rings = register_rings(lambda nbytes: _verbs.MemoryRegion(domain, HostRegion(nbytes)), depth=depth)
     made += [rings.receive, rings.send]
     pair.to_init(choice.port)
     # The peer's last SEND may land until the queue pair is gone: so that one goes first.

@@ -87,14 +87,16 @@ class Rings(Generic[R]):
         return len(self.attempts) > 1
 
 
-def register_rings(register: Callable[[int], R], *, receive_slots: int = RECEIVE_SLOTS) -> Rings[R]:
-    """The largest rings that can be had; ``register`` pins so many bytes.
+def register_rings(
+    register: Callable[[int], R], *, receive_slots: int = RECEIVE_SLOTS, depth: int = SEND_RUNGS[0]
+) -> Rings[R]:
+    """The largest rings that can be had, with at most ``depth`` send slots; ``register`` pins so many bytes.
 
     Raises ``RegistrationError`` with every rung in ``.attempts`` when the smallest did not fit, or when ``register``
     failed with anything but ENOMEM. Nothing stays registered then.
     """
     attempts: list[Attempt] = []
-    for send_slots in SEND_RUNGS:
+    for send_slots in (rung for rung in SEND_RUNGS if rung <= depth):
         send: R | None = None
         try:
             send = register(send_slots * CHUNK)

@@ -19,6 +19,7 @@ from weightwire.errors import (
 )
 from weightwire.transport.devices import asks_for_a_device
 from weightwire.transport.rdma import RESPONSES, RdmaOffer, RdmaStream, offer_rdma
+from weightwire.transport.registration import SEND_RUNGS
 from weightwire.wire.caps import RdmaCaps
 
 if TYPE_CHECKING:
@@ -89,10 +90,10 @@ def check_transport(value: object) -> str:
     raise ConfigError(f"transport={shown(value)} is not known", hint=f"one of {', '.join(TRANSPORTS)}")
 
 
-def offer(tcp: TcpStream) -> RdmaOffer | RdmaUnavailable:
-    """What can be offered to the peer of ``tcp``, or why nothing can."""
+def offer(tcp: TcpStream, *, optimized: bool = True) -> RdmaOffer | RdmaUnavailable:
+    """What can be offered to the peer of ``tcp``, or why nothing can. Unless ``optimized`` one SEND is in flight."""
     try:
-        return offer_rdma(tcp)
+        return offer_rdma(tcp, depth=max(SEND_RUNGS) if optimized else 1)
     except RdmaUnavailable as error:
         unavailable = error
     except (VerbsError, AllocationError) as error:
@@ -133,14 +134,14 @@ def carried_by(stream: RdmaStream) -> Carrier:
     )
 
 
-def accept(tcp: TcpStream, theirs: bytes) -> tuple[RdmaStream, bytes] | Carrier:
+def accept(tcp: TcpStream, theirs: bytes, *, optimized: bool = True) -> tuple[RdmaStream, bytes] | Carrier:
     """The server's part, before it answers HELLO: the stream to serve a client over that offers ``theirs``, and our own
     24 bytes for the answer, which still goes over ``tcp``; or why the connection stays there.
     """
     try:
         if RdmaCaps.decode(theirs) is None:
             return on_tcp("the client does not offer RDMA")
-        offered = offer(tcp)
+        offered = offer(tcp, optimized=optimized)
         if isinstance(offered, RdmaUnavailable):
             return refused(offered)
         return offered.activate(tcp, theirs, RESPONSES), offered.caps

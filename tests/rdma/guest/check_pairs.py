@@ -226,7 +226,7 @@ def test_a_fork_of_the_client(serve: Serve) -> None:
 
 
 def held() -> dict[str, int]:
-    """What the kernel counts of RDMA objects (of all: it names threads), and pages pinned here."""
+    """What the kernel counts of RDMA objects (by the thread that made them: so all there are), and pinned pages."""
     found = dict.fromkeys(("pd", "cq", "qp", "mr", "ctx"), 0)
     for kind in found:
         listed = subprocess.run(["rdma", "-j", "resource", "show", kind], capture_output=True, text=True, check=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from support.leaks import LeakCheck, eventually
+from support.reads import before_reads
 
 from weightwire.cache import reading
 from weightwire.cache.reading import PIECE, EntryChanged, Reader, ReadingStopped
@@ -64,9 +65,10 @@ def test_without_any_thread(tmp_path: Path, no_leaks: LeakCheck) -> None:
     fill.drop()
 
 
-def test_a_file_that_is_shorter_than_expected(tmp_path: Path, workers: Workers) -> None:
+@pytest.mark.parametrize("hashed", [True, False])
+def test_a_file_that_is_shorter_than_expected(tmp_path: Path, workers: Workers, hashed: bool) -> None:
     (tmp_path / "entry").write_bytes(bytes(2 * PIECE))
-    fill = start(Reader(workers), tmp_path / "entry", bytearray(3 * PIECE))
+    fill = start(Reader(workers), tmp_path / "entry", bytearray(3 * PIECE), hashed=hashed)
     with pytest.raises(EntryChanged, match=f"byte {2 * PIECE}"):
         fill.finish()
     fill.drop()
@@ -83,17 +85,18 @@ def test_a_file_that_is_written_to_meanwhile(tmp_path: Path, workers: Workers, m
     fill.drop()
 
 
-def test_a_disk_that_cannot_read(tmp_path: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("hashed", [True, False])
+def test_a_disk_that_cannot_read(
+    tmp_path: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch, hashed: bool
+) -> None:
     (tmp_path / "entry").write_bytes(bytes(8 * PIECE))
-    real = os.preadv
 
-    def broken(fd: int, buffers: list[memoryview], offset: int) -> int:
+    def broken(offset: int) -> None:
         if offset == 5 * PIECE:
             raise OSError(errno.EIO, "Input/output error")
-        return real(fd, buffers, offset)
 
-    monkeypatch.setattr(reading.os, "preadv", broken)
-    fill = start(Reader(workers), tmp_path / "entry", bytearray(8 * PIECE))
+    before_reads(monkeypatch, broken)
+    fill = start(Reader(workers), tmp_path / "entry", bytearray(8 * PIECE), hashed=hashed)
     with pytest.raises(OSError, match="Input/output"):
         fill.finish()
     fill.drop()
@@ -104,10 +107,10 @@ def test_a_worker_that_fails_in_another_way_is_heard(
 ) -> None:
     (tmp_path / "entry").write_bytes(bytes(4 * PIECE))
 
-    def broken(*arguments: object) -> int:
+    def broken(offset: int) -> None:
         raise RuntimeError("out of order")
 
-    monkeypatch.setattr(reading.os, "preadv", broken)
+    before_reads(monkeypatch, broken)
     fill = start(Reader(workers), tmp_path / "entry", bytearray(4 * PIECE))
     with pytest.raises(RuntimeError, match="out of order"):
         fill.finish()
@@ -118,15 +121,14 @@ def test_stop_wakes_who_waits_and_what_is_read_ends_later(
     tmp_path: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "entry").write_bytes(bytes(2 * PIECE))
-    real, go, inside = os.preadv, threading.Event(), threading.Semaphore(0)
+    go, inside = threading.Event(), threading.Semaphore(0)
 
-    def slow(fd: int, buffers: list[memoryview], offset: int) -> int:
+    def slow(offset: int) -> None:
         if threading.current_thread().name.startswith("weightwire-cache"):
             inside.release()
             go.wait(20)
-        return real(fd, buffers, offset)
 
-    monkeypatch.setattr(reading.os, "preadv", slow)
+    before_reads(monkeypatch, slow)
     reader = Reader(workers)
     fill = start(reader, tmp_path / "entry", bytearray(2 * PIECE))
     assert inside.acquire(timeout=20)
@@ -147,3 +149,24 @@ def test_stop_wakes_who_waits_and_what_is_read_ends_later(
     assert fill.fd >= 0  # still being read from
     go.set()
     assert eventually(lambda: fill.fd < 0)
+
+
+def test_only_what_is_not_cached_is_read_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "entry"
+    path.write_bytes(bytes(3 * PIECE))
+    advised: list[int] = []
+    monkeypatch.setattr(reading, "advise", lambda fd, start, nbytes: advised.append(start))
+    monkeypatch.setattr(reading.os, "preadv", lambda fd, buffers, offset, flags: 1)
+    workers = Workers()
+    workers.close()
+    fill = start(Reader(workers), path, bytearray(3 * PIECE))
+    assert advised == []
+    fill.drop()
+
+    def not_there(fd: int, buffers: list[bytearray], offset: int, flags: int) -> int:
+        raise BlockingIOError
+
+    monkeypatch.setattr(reading.os, "preadv", not_there)
+    fill = start(Reader(workers), path, bytearray(3 * PIECE))
+    assert advised == [0, PIECE, 2 * PIECE]
+    fill.drop()

@@ -6,13 +6,14 @@ import logging
 import os
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from support.leaks import LeakCheck, eventually
 
-from weightwire.cache import saving, store
+from weightwire.cache import progress, saving, store
 from weightwire.cache.saving import Save, Saver
 from weightwire.cache.store import TensorCache
 from weightwire.cache.workers import Workers
@@ -113,7 +114,7 @@ def test_memory_is_free_while_the_disk_syncs(cache: TensorCache, saver: Saver, m
 def test_a_disk_too_slow_for_who_overwrites_loses_the_entry(
     cache: TensorCache, saver: Saver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saving, "PATIENCE", 0.05)
+    monkeypatch.setattr(progress, "PATIENCE", 0.05)
     gate = Gate(monkeypatch, "write")
     memory = bytearray(data(4))
     save = receive(saver, memory)
@@ -125,23 +126,153 @@ def test_a_disk_too_slow_for_who_overwrites_loses_the_entry(
     assert eventually(lambda: not saver._pending)
 
 
-def test_too_much_at_once_waits_and_then_is_not_kept(
+def slow_disk(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Every write of an entry's bytes takes that long."""
+    real = os.write
+
+    def slowly(fd: int, content: memoryview) -> int:
+        time.sleep(seconds)
+        return real(fd, content)
+
+    monkeypatch.setattr(store.os, "write", slowly)
+
+
+def test_a_backlog_loses_nothing_and_holds_nobody_up(
+    cache: TensorCache, saver: Saver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saving, "SOON", SIZE)
+    gate = Gate(monkeypatch, "write")
+    for seed in range(20):
+        receive(saver, bytearray(data(seed)))
+    assert gate.reached.wait(20)
+    # Far from being written, so that to wait for it would take long.
+    saver.settled(fnv1a64(data(19)), SIZE)
+    assert not os.path.exists(cache.path_for(fnv1a64(data(19))))
+    gate.open.set()
+    assert eventually(lambda: not saver._pending)
+    assert sorted(os.listdir(cache.directory)) == sorted(f"{fnv1a64(data(seed)):016x}" for seed in range(20))
+
+
+def test_memory_may_be_overwritten_as_far_as_it_has_been_written(
+    cache: TensorCache, saver: Saver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One buffer for one tensor after the other, in pieces, on a disk slower than they come."""
+    monkeypatch.setattr(progress, "PATIENCE", 2.0)
+    monkeypatch.setattr(saving, "_STEP", 1 << 20)
+    slow_disk(monkeypatch, 0.05)
+    memory = bytearray(SIZE)
+    last: Save | None = None
+    for seed in range(12):
+        payload = data(seed)
+        save = saver.begin(memoryview(memory))
+        assert save is not None
+        for start in range(0, SIZE, 1 << 20):
+            end = start + (1 << 20)
+            if last is not None:
+                last.settle(end)
+            memory[start:end] = payload[start:end]
+            save.landed(end)
+        save.complete()
+        last = save
+    assert eventually(lambda: not saver._pending)
+    assert sorted(os.listdir(cache.directory)) == sorted(f"{fnv1a64(data(seed)):016x}" for seed in range(12))
+    assert all(cache.holds(fnv1a64(data(seed)), data(seed)) for seed in range(12))
+
+
+def test_who_overwrites_comes_before_the_others(
+    cache: TensorCache, saver: Saver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch, "write")
+    saves = [receive(saver, bytearray(data(seed))) for seed in range(4)]
+    assert gate.reached.wait(20)
+    assert eventually(lambda: len(saver._to_write) == 3)
+    done: list[bool] = []
+    thread = threading.Thread(target=lambda: done.append(saves[3].settle() is None))
+    thread.start()
+    assert eventually(lambda: saver._to_write[0] is saves[3])
+    gate.open.set()
+    thread.join(20)
+    assert done
+    assert eventually(lambda: not saver._pending)
+    assert len(os.listdir(cache.directory)) == 4
+
+
+def test_a_disk_that_gets_on_is_waited_for_and_one_that_hangs_is_not(
     cache: TensorCache, saver: Saver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(saving, "PATIENCE", 0.05)
-    monkeypatch.setattr(saving, "MAX_UNWRITTEN", 2 * SIZE)
+    monkeypatch.setattr(progress, "PATIENCE", 0.5)
+    monkeypatch.setattr(saving, "_STEP", 256 << 10)
+    with monkeypatch.context() as patch:
+        slow_disk(patch, 0.05)
+        receive(saver, bytearray(data(5))).settle()  # takes a second in all
+        saver.settled(fnv1a64(data(5)), SIZE)
+    assert cache.holds(fnv1a64(data(5)), data(5))
+    assert not caplog.records
     gate = Gate(monkeypatch, "write")
-    for seed in (5, 6):
-        receive(saver, bytearray(data(seed)))
-    for _ in range(2):
-        assert saver.begin(memoryview(bytearray(SIZE))) is None
+    saves = [receive(saver, bytearray(data(seed))) for seed in (6, 7)]
+    assert gate.reached.wait(20)
+    for save in saves:
+        save.settle()
+        assert save.window is None
+    gate.open.set()
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert "cannot keep up" in caplog.text
-    monkeypatch.setattr(saving, "PATIENCE", 20)
+    assert eventually(lambda: os.listdir(cache.directory) == [f"{fnv1a64(data(5)):016x}"])
+
+
+def test_nobody_waits_longer_than_a_client_does(
+    cache: TensorCache, saver: Saver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "LONGEST", 0.3)
+    monkeypatch.setattr(saving, "_STEP", 256 << 10)
+    slow_disk(monkeypatch, 0.1)
+    save = receive(saver, bytearray(data(8)))
+    save.settle()
+    assert save.window is None
+    assert eventually(lambda: not saver._pending)
+    assert os.listdir(cache.directory) == []
+
+
+def test_memory_that_was_left_is_written_when_it_is_wanted_or_given_up(
+    cache: TensorCache, saver: Saver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch, "write")
+    saves = [receive(saver, bytearray(data(seed))) for seed in range(3)]
+    saver.leave(4 * SIZE, saves)
+    assert gate.reached.wait(20)
+    assert saver.left == 4 * SIZE
+    monkeypatch.setattr(progress, "PATIENCE", 0.1)
+    assert saver.clear(lambda: all(save.window is None for save in saves))
+    assert saver.left == 0
     gate.open.set()
-    receive(saver, bytearray(data(7)))  # waits until there is room
-    saver.settled(fnv1a64(data(7)), SIZE)
+    assert eventually(lambda: os.listdir(cache.directory) == [])
+    saves = [receive(saver, bytearray(data(seed))) for seed in range(3)]
+    saver.leave(4 * SIZE, saves)
+    monkeypatch.setattr(progress, "PATIENCE", 10.0)
+    assert saver.clear(lambda: all(save.window is None for save in saves))
+    assert eventually(lambda: not saver._pending)
     assert len(os.listdir(cache.directory)) == 3
+
+
+def test_the_names_of_new_entries_are_synced_once_for_many(
+    cache: TensorCache, saver: Saver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[int] = []
+    real = TensorCache.sync_names
+
+    def counted(self: TensorCache) -> None:
+        real(self)
+        synced.append(len(os.listdir(self.directory)))
+
+    monkeypatch.setattr(TensorCache, "sync_names", counted)
+    gate = Gate(monkeypatch, "fsync")
+    for seed in range(6):
+        receive(saver, bytearray(data(seed, 50_000)))
+    assert gate.reached.wait(20)
+    assert eventually(lambda: len(saver._to_sync) == 5)
+    gate.open.set()
+    assert eventually(lambda: bool(synced))
+    assert synced == [6]
 
 
 def test_what_did_not_arrive_is_not_kept(cache: TensorCache, saver: Saver) -> None:
@@ -150,7 +281,6 @@ def test_what_did_not_arrive_is_not_kept(cache: TensorCache, saver: Saver) -> No
     save.landed(SIZE // 2)
     save.abandon()
     assert eventually(lambda: not saver._pending)
-    assert saver.unwritten == 0
     assert os.listdir(cache.directory) == []
 
 
@@ -163,7 +293,7 @@ def test_the_same_tensor_of_several_clients_is_written_once(
     monkeypatch.setattr(store.tempfile, "mkstemp", lambda **named: made.append("") or real(**named))
     for _ in range(4):
         receive(saver, bytearray(data(8)))
-    assert eventually(lambda: saver.unwritten == 0)
+    assert eventually(lambda: all(save.window is None for save in saver._pending))
     gate.open.set()
     saver.settled(fnv1a64(data(8)), SIZE)
     receive(saver, bytearray(data(8)))

@@ -36,7 +36,7 @@ def test_it_verifies_every_byte_and_says_what_the_time_went_on(invoke, scratch: 
     ran = invoke("demo", "--size", "16MiB", "-q")
     assert ran.code == 0
     assert ran.err == ""
-    for words in ("876 tensors", "16.0 MiB", "GiB/s", "every byte verified", "verifying", "most of the time"):
+    for words in ("876 tensors", "16.0 MiB", "GiB/s", "every byte verified", "verifying", "-bound: the time went on"):
         assert words in ran.out
     assert not os.listdir(scratch)
     assert not psutil.Process().children()
@@ -218,3 +218,9 @@ def test_killed_it_leaves_no_process(spawn, finish, scratch: Path) -> None:
     finish(process)
     _, alive = psutil.wait_procs([child], timeout=30)
     assert not alive
+
+
+def test_profile_on_stderr(invoke, scratch: Path) -> None:
+    ran = invoke("demo", "--size", "2MiB", "-q", "--profile", "--json")
+    assert ran.json["profile"]["set_tensor_calls"] == 876
+    assert ran.err.count("client, connection with") == 1

@@ -63,7 +63,15 @@ def test_the_object(invoke, server, small_gguf: Path) -> None:
     assert report["hits"] == report["misses"] == 0
     assert report["verified"] is False
     assert report["gib_per_s"] == pytest.approx(report["bytes"] / report["seconds"] / 2**30, abs=0.002)
-    assert report["profile"]["span_ns"] == pytest.approx(report["seconds"] * 1e9, rel=0.01)
+    profile = report["profile"]
+    assert profile["measured"] is True
+    assert (profile["side"], profile["peer"], profile["transport"]) == ("client", server.endpoints[0], "tcp")
+    assert (profile["set_tensor_calls"], profile["set_tensor_bytes"]) == (876, report["bytes"])
+    assert profile["commands"]["SET_TENSOR"]["count"] == 876
+    assert 0 < profile["span_ns"] + profile["alloc_ns"] < report["seconds"] * 1e9
+    inside = ("read", "hash", "ask", "staging", "wire", "wait", "gap")
+    assert sum(profile[f"{name}_ns"] for name in inside) == profile["span_ns"]
+    assert profile["bottleneck"] in ("source-bound", "wire-bound", "server-bound")
 
 
 def test_only_what_is_included(invoke, server, small_gguf: Path) -> None:
@@ -404,3 +412,30 @@ def test_the_package_can_be_run_from_a_folder_with_a_weightwire_in_it(command, t
     words = [str(script)] if script.exists() else command()
     ran = subprocess.run([*words, "--version"], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert ran.stdout == f"weightwire {weightwire.__version__}\n"
+
+
+def test_profile_on_stderr(invoke, server, small_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ("push", str(small_gguf), server.endpoints[0], "-q")
+    monkeypatch.delenv("GGML_RPC_LOADPROF", raising=False)
+    assert invoke(*words).err == ""
+    ran = invoke(*words, "--profile", "--json")
+    assert ran.json["profile"]["bottleneck"] is not None, "stdout has the object and nothing else"
+    assert ran.err.count("client, connection with") == 1
+    assert "876 SET_TENSOR" in ran.err
+    assert "-bound: the time went on" in ran.err.splitlines()[-1]
+    monkeypatch.setenv("GGML_RPC_LOADPROF", "1")
+    assert "876 SET_TENSOR" in invoke(*words).err
+    monkeypatch.setenv("GGML_RPC_LOADPROF", "0")
+    ran = invoke(*words, "--json")
+    assert (ran.err, ran.json["profile"]["measured"], ran.json["profile"]["bottleneck"]) == ("", False, None)
+    assert "876 SET_TENSOR" in invoke(*words, "--profile").err
+    monkeypatch.setenv("GGML_RPC_LOADPROF", "perhaps")
+    invoke(*words).failed(2, "GGML_RPC_LOADPROF")
+
+
+def test_a_profile_of_each_server(invoke, server, small_gguf: Path) -> None:
+    with weightwire.Server(port=0) as other:
+        ran = invoke("push", str(small_gguf), server.endpoints[0], other.endpoints[0], "-q", "--profile")
+    assert ran.code == 0
+    assert ran.err.count("876 SET_TENSOR") == 2
+    assert other.endpoints[0] in ran.err

@@ -13,6 +13,7 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from support.leaks import eventually
@@ -23,7 +24,7 @@ from weightwire.hashing import fnv1a64
 pytestmark = pytest.mark.timeout(120)
 
 MEMBERS = {"endpoint", "endpoints", "port", "protocol", "cache", "cache_verify", "retain", "memory", "transport", "pid"}
-MEMBERS |= {"metrics", "metrics_port"}
+MEMBERS |= {"metrics", "metrics_port", "optimized"}
 
 
 def endpoint_of(process: subprocess.Popen[str]) -> str:
@@ -274,3 +275,63 @@ with _Stop() as stop:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
     assert done.stdout == f"[{signal.SIGTERM:d}]\n", done.stderr
+
+
+def push_small(endpoint: str, count: int) -> None:
+    with weightwire.connect(endpoint) as connection:
+        connection.push({f"t{i}": np.zeros(10, "f4") for i in range(count)})
+
+
+def test_profiles_on_stderr(spawn, finish) -> None:
+    process = spawn("serve", "--port", "0", "--profile")
+    endpoint = endpoint_of(process)
+    push_small(endpoint, 3)
+    push_small(endpoint, 5)
+    with weightwire.connect(endpoint) as connection:
+        connection.devices()
+    process.terminate()
+    ran = finish(process)
+    assert (ran.code, ran.out) == (0, "")
+    assert ran.err.count("server, connection with") == 2, "nothing was loaded over the third"
+    assert "  3 SET_TENSOR, 120 bytes" in ran.err
+    assert "  5 SET_TENSOR, 200 bytes" in ran.err
+
+
+def test_the_variable_profiles_too_and_leaves_stdout_alone(spawn, finish) -> None:
+    process = spawn("serve", "--port", "0", "--json", environ={"GGML_RPC_LOADPROF": "1"})
+    push_small(json.loads(endpoint_of(process))["endpoint"], 3)
+    process.terminate()
+    ran = finish(process)
+    assert ran.out == ""
+    assert "  3 SET_TENSOR, 120 bytes" in ran.err
+
+
+def test_profiles_as_objects(spawn, finish) -> None:
+    process = spawn("serve", "--port", "0", "--profile", "--json")
+    announced = json.loads(endpoint_of(process))
+    assert set(announced) == MEMBERS
+    push_small(announced["endpoint"], 3)
+    # One line for each connection, as soon as it has ended.
+    first = json.loads(endpoint_of(process))["profile"]
+    assert (first["side"], first["set_tensor_calls"], first["set_tensor_bytes"]) == ("server", 3, 120)
+    assert first["bottleneck"].endswith("-bound")
+    push_small(announced["endpoint"], 5)
+    process.terminate()
+    ran = finish(process)
+    (line,) = ran.out.splitlines()
+    assert json.loads(line)["profile"]["set_tensor_calls"] == 5
+    assert "SET_TENSOR," not in ran.err
+
+
+def test_a_reader_of_profiles_that_left_costs_nothing(spawn, finish) -> None:
+    process = spawn("serve", "--port", "0", "--profile", "--json")
+    endpoint = json.loads(endpoint_of(process))["endpoint"]
+    assert process.stdout is not None
+    process.stdout.close()
+    for _ in range(3):
+        push_small(endpoint, 2)
+    process.stdout = None
+    process.terminate()
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert "Traceback" not in err

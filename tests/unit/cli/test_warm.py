@@ -165,3 +165,11 @@ def test_ctrl_c_ends_it_with_130(spawn, finish, gated, model: Path) -> None:
     process.send_signal(signal.SIGINT)
     ran = finish(process)
     assert (ran.code, ran.out, ran.err) == (130, "", "weightwire: interrupted\n")
+
+
+def test_profile_on_stderr(invoke, start, model: Path) -> None:
+    server, _ = start()
+    ran = invoke("warm", str(model), server.endpoints[0], "--profile", "--json", "-q")
+    assert ran.json["profile"]["misses"] == 3
+    assert "server's cache: 0 hits, 3 misses" in ran.err
+    assert "-bound: " in ran.err.splitlines()[-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 from weightwire._native import _fnv1a
 from weightwire.errors import ModelError
-from weightwire.hashing import cpu_features, fnv1a64, hash_payload, hash_payloads
+from weightwire.hashing import cpu_features, fnv1a64, hash_payload, hash_payloads, read_fnv1a64
 from weightwire.ranges import FileRange
 
 WINDOW = 128 << 10  # what one lane reads of a file at a time
@@ -86,3 +87,28 @@ def test_negative_ranges_are_refused() -> None:
         hash_payload(FileRange(0, -1, 5))
     with pytest.raises(ValueError, match="negative"):
         hash_payload(FileRange(0, 1, -5))
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 255, 300, (256 << 10) - 1, (256 << 10) + 1, 5 * WINDOW])
+def test_read_and_hashed_in_one_go(blob: tuple[int, bytes, str], nbytes: int) -> None:
+    fd, data, _ = blob
+    target = bytearray(nbytes)
+    assert read_fnv1a64(fd, target, 7, 99) == (nbytes, fnv1a64(data[7 : 7 + nbytes], 99))
+    assert target == data[7 : 7 + nbytes]
+
+
+def test_reading_ends_where_the_file_does(blob: tuple[int, bytes, str]) -> None:
+    fd, data, _ = blob
+    target = bytearray(b"x" * 400_000)
+    start = len(data) - 300_000
+    assert read_fnv1a64(fd, target, start) == (300_000, fnv1a64(data[start:]))
+    assert target == data[start:] + b"x" * 100_000
+    assert read_fnv1a64(fd, target, len(data) + 1) == (0, fnv1a64(b""))
+
+
+def test_what_cannot_be_read_into_or_from(blob: tuple[int, bytes, str]) -> None:
+    with pytest.raises(OSError, match="Bad file descriptor") as caught:
+        read_fnv1a64(-1, bytearray(10), 0)
+    assert caught.value.errno == errno.EBADF
+    with pytest.raises((TypeError, BufferError, ValueError)):
+        read_fnv1a64(blob[0], b"read-only", 0)

@@ -230,3 +230,13 @@ def test_the_native_module_refuses_a_variant_it_does_not_have() -> None:
         with pytest.raises(LookupError):
             _fnv1a.choose(name)
     assert _fnv1a.chosen() == before
+
+
+@each_variant
+@with_fixture
+@given(sizes=st.lists(st.integers(0, 3 * LONGEST_BLOCK), min_size=1, max_size=6))
+def test_the_plain_loop_for_one_call_only(variant: str, sizes: list[int]) -> None:
+    """Whatever the others use: the same hashes, and nothing is chosen by it."""
+    payloads = [noise(nbytes, seed) for seed, nbytes in enumerate(sizes)]
+    assert hash_payloads(payloads, plain=True) == [plain(data) for data in payloads]
+    assert _fnv1a.chosen() == variant

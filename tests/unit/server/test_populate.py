@@ -52,6 +52,21 @@ def test_it_runs_ahead_of_the_data_by_the_look_ahead_and_no_further(no_leaks: Le
     populator.close()
 
 
+def test_it_leaves_alone_what_is_behind_data_that_needs_no_look_ahead(no_leaks: LeakCheck) -> None:
+    populator = Populator()
+    memory, other = HostMemory(64 * MIB), HostMemory(4 * MIB)
+    job = populator.add(memory.region)
+    assert eventually(lambda: job.done == 16 * MIB)
+    job.reached(30 * MIB, ahead=False)
+    # Worked on after whatever had been woken by that.
+    behind = populator.add(other.region)
+    assert eventually(lambda: behind.done == 4 * MIB)
+    assert job.done <= 30 * MIB
+    job.reached(30 * MIB)
+    assert eventually(lambda: job.done == 46 * MIB)
+    populator.close()
+
+
 def test_the_pages_are_there_and_their_bytes_untouched(no_leaks: LeakCheck) -> None:
     memory = HostMemory(12 * MIB)
     memory.window(5 * MIB, 3)[:] = b"abc"

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.fakeverbs import FakeVerbs
+from support.leaks import eventually
 from support.rdma import connect_rdma, pair_number, request, response
 
 from weightwire.errors import ModelError, TransportError, VerbsError
@@ -34,6 +35,27 @@ def test_it_is_a_byte_stream(rdma_pair: Pair) -> None:
     assert rdma_pair[0].details["device"] == "fake0"
     assert rdma_pair[0].details["send_depth"] == 8
     assert rdma_pair[0].details["registration"] == [{"send_slots": 8, "receive_slots": 24, "failed": "", "errno": 0}]
+
+
+def test_peek_shows_what_has_come_and_takes_nothing(rdma_pair: Pair) -> None:
+    client, server = rdma_pair
+    assert server.peek(10) == b""
+    sent = request(6, b"abc") + request(7, bytes(300_000))
+    client.send(request(6, b"abc"))
+    client.send(request(7, bytes(300_000)))
+    assert eventually(lambda: server.peek(len(sent) + 1) == sent)
+    assert server.peek(11) == sent[:11]
+    assert server.peek(0) == b""
+    assert server.recv(1) == b"\x06"
+    assert server.peek(11) == sent[1:12]
+    assert server.recv(len(sent) - 1) == sent[1:]
+    assert server.peek(10) == b""
+    with pytest.raises(ValueError, match="-1"):
+        server.peek(-1)
+    client.send(b"\x06")
+    assert eventually(lambda: server.peek(2) == b"\x06")
+    server.close()
+    assert server.peek(2) == b""
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 255, 256, 257, 4095, 4096, CHUNK - 1, CHUNK, CHUNK + 1, 40 * CHUNK + 17])

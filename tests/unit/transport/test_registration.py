@@ -68,6 +68,16 @@ def test_the_depth_that_a_limit_allows(kib: int, depth: int, failed: list[str]) 
     assert budget.left == kib * KIB - (depth + RECEIVE_SLOTS) * CHUNK, "a rung that failed kept something"
 
 
+@pytest.mark.parametrize(("most", "rungs"), [(8, (8, 4, 2, 1)), (4, (4, 2, 1)), (1, (1,))])
+def test_the_ladder_starts_at_the_depth_asked_for(most: int, rungs: tuple[int, ...]) -> None:
+    budget = Budget(1 << 30)
+    rings = register_rings(budget.register, depth=most)
+    assert (rings.send_slots, rings.degraded, rings.send.nbytes) == (most, False, most * CHUNK)
+    with pytest.raises(RegistrationError) as caught:
+        register_rings(Budget(0).register, depth=most)
+    assert tuple(attempt.send_slots for attempt in caught.value.attempts) == rungs
+
+
 @pytest.mark.parametrize("limit", [8 << 20, None])
 @pytest.mark.parametrize("kib", [6399, 2048, 300, 64, 0])
 def test_past_the_last_rung(kib: int, limit: int | None, monkeypatch: pytest.MonkeyPatch) -> None:

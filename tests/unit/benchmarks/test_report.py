@@ -1,0 +1,135 @@
+"""The report: what was measured is in it, what was not says so, and nothing else is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.require import do_without
+
+
+def cells(text: str, *begin: str) -> list[list[str]]:
+    """The cells of the table rows that begin with ``begin``."""
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
+    return [row for row in rows if row[: len(begin)] == list(begin)]
+
+
+@pytest.fixture
+def report(script: Callable, write: Callable, benchmarks: dict, tmp_path: Path) -> str:
+    done = script("report.py", write(benchmarks), "--out", tmp_path, "--no-plots")
+    assert done.returncode == 0, done.stderr
+    return (tmp_path / "REPORT.md").read_text()
+
+
+def section(text: str, title: str) -> str:
+    """From a heading to the next."""
+    return text.split(f"# {title}\n", 1)[1].split("\n#", 1)[0]
+
+
+def test_loads(report: str) -> None:
+    cold = section(report, "Cold cache")
+    (head,) = cells(cold, "client")
+    assert head[3:-1] == ["upload span", "reading", "hashing", "asking", "staging", "wire", "stalls", "gaps", "wall"]
+    (ours,) = cells(cold, "new", "new", "unset")
+    assert ours[3:] == ["1.000", "0.010", "0.250", "not measured", "0.125", "0.500", "0.062", "0.052", "1.250", "1"]
+    (threads,) = cells(cold, "new", "new", "2")
+    assert (threads[5], threads[-1]) == ("0.375", "1.00 (0.90 – 1.10)")
+    (stock,) = cells(cold, "stock", "stock", "unset")
+    assert stock[3:] == ["not measured"] * 8 + ["1.250", "2.50 (2.25 – 2.75)"]
+    (absent,) = cells(cold, "old", "old", "unset")
+    assert absent[3:] == ["not measured"] * 10
+    assert len(cells(cold, "new", "new", "4")) == 1
+
+
+def test_a_state_that_was_not_measured_has_its_table(report: str) -> None:
+    warm = section(report, "Warm cache")
+    rows = [row for row in cells(warm) if row[0] in ("new", "old", "stock")]
+    assert len(rows) == 7
+    assert all(row[3:] == ["not measured"] * 10 for row in rows)
+    # Without a cache nothing is hashed, so there are no rows of threads.
+    assert cells(section(report, "No cache"), "new", "new", "2") == []
+
+
+def test_ratios(report: str) -> None:
+    push = section(report, "Pushing 1 GiB over loopback, no cache")
+    first, second = cells(push, "876 tensors in a 27B model's proportions")
+    assert first[1:] == ["weightwire", "socket pair", "0.90 (0.81 – 0.99)", "1.000 / 0.900", "3"]
+    assert second[1:4] == ["weightwire", "stock pair", "1.50 (1.35 – 1.65)"]
+    assert cells(push, "one tensor") == [["one tensor", *["not measured"] * 5]]
+    hashing = section(report, "Hashing")
+    assert (
+        cells(hashing, "one buffer of 64 MiB, the fastest way of this processor", "fast", "plain")[0][3]
+        == "4.00 (3.60 – 4.40)"
+    )
+    assert cells(section(report, "Peers that were not there"), "`test_push_uncached[mix]`", "gloo") != []
+
+
+def test_the_machine(script: Callable, write: Callable, benchmarks: dict, tmp_path: Path, report: str) -> None:
+    table = section(report, "Machine and versions")
+    for row in (["processor", "Some CPU"], ["cores", "2"], ["memory", "8.0 GiB"], ["measured", "2030-01-02"]):
+        assert row in cells(table)
+    assert ["commit", "0123456789ab"] in cells(table)
+    assert ["version of torch", "not installed"] in cells(table)
+    # Whatever else a file says of the machine, it is not told.
+    path = write(benchmarks, node="my-host", path="/srv/somebody")
+    script("report.py", path, "--out", tmp_path, "--no-plots")
+    text = (tmp_path / "REPORT.md").read_text()
+    assert "my-host" not in text
+    assert str(tmp_path) not in text
+    assert "somebody" not in text
+
+
+def test_what_the_harness_says_of_the_machine() -> None:
+    import os
+    import platform
+
+    from harness.machine import describe
+
+    found = describe()
+    assert found["cores"] == len(os.sched_getaffinity(0))
+    assert platform.release().startswith(str(found["kernel"]))
+    assert platform.node() not in map(str, found.values())
+    assert not any(str(value).startswith("/") for value in found.values())
+
+
+def test_plots(script: Callable, write: Callable, benchmarks: dict, tmp_path: Path) -> None:
+    _need_matplotlib()
+    path = write(benchmarks)
+    for _ in range(2):
+        done = script("report.py", path, "--out", tmp_path)
+        assert done.returncode == 0, done.stderr
+    text = (tmp_path / "REPORT.md").read_text()
+    made = {each.name for each in (tmp_path / "plots").iterdir()}
+    assert made == {"split-cold.png", "ratios.png"}
+    for name in made:
+        assert f"](plots/{name})" in text
+        assert (tmp_path / "plots" / name).read_bytes().startswith(b"\x89PNG\r\n")
+
+
+def _need_matplotlib() -> None:
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        do_without("matplotlib", "it is not installed")
+
+
+def test_nothing_to_report(script: Callable, tmp_path: Path) -> None:
+    done = script("report.py", "--out", tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    (tmp_path / "bad.json").write_text("{")
+    done = script("report.py", tmp_path / "bad.json", "--out", tmp_path)
+    assert done.returncode == 2
+    assert "bad.json" in done.stderr
+    assert not (tmp_path / "REPORT.md").exists()
+
+
+def test_benchmarks_nobody_listed_are_reported_too(
+    script: Callable, write: Callable, benchmarks: dict, tmp_path: Path
+) -> None:
+    one = benchmarks["test_push_uncached[mix]"]
+    path = write({"test_new[x]": one, "test_many_buffers[1 MiB]": one})
+    assert script("report.py", path, "--out", tmp_path, "--no-plots").returncode == 0
+    text = (tmp_path / "REPORT.md").read_text()
+    assert len(cells(section(text, "Others"), "test_new[x]")) == 2
+    assert len(cells(section(text, "Hashing"), "test_many_buffers[1 MiB]")) == 2
