@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import stat
 from collections.abc import Callable, Mapping
@@ -20,6 +19,7 @@ from weightwire.ranges import FileRange
 __all__ = ["BadEntry", "CacheReport", "verify_cache"]
 
 _TRIES: Final = 3
+_FILES: Final = frozenset({"content", "truncated", "collision", "unreadable"})
 _OPEN: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
@@ -35,6 +35,11 @@ class BadEntry:
     reason: str
     nbytes: int = 0
     action: str = "none"
+
+    @property
+    def is_file(self) -> bool:
+        """Whether it is a file, which can be moved or removed; anything else is left to the user."""
+        return self.kind in _FILES
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +80,10 @@ def verify_cache(
 
     ``threads`` as for `seed`. ``bad`` says what becomes of a file that is not what its name says: it stays, goes to
     quarantine (see `weightwire.cache.quarantine`), or is removed; either takes the name only, so that a server that has
-    it open reads on. A directory, a link, a fifo or the like of an entry's name is reported and never opened or
-    touched. ``index`` (a path or `HashIndex`; None: the user's; False: none) knows tensors by their SHA-256, too: an
-    entry that hashes to its name but is another content is a collision. ``progress(name, done, total)``, in bytes, is
-    called on this thread.
+    it open reads on. A file that its owner alone might read stays unless this is its owner. A directory, a link, a fifo
+    or the like of an entry's name is reported and never opened or touched. ``index`` (a path or `HashIndex`; None: the
+    user's; False: none) knows tensors by their SHA-256, too: an entry that hashes to its name but is another content is
+    a collision. ``progress(name, done, total)``, in bytes, is called on this thread.
 
     Raises ConfigError if the directory is not there, CacheError if it cannot be listed.
     """
@@ -126,7 +131,7 @@ def _look(entry: Entry, owners: list[Owner], bad: str, check: Callable[[], None]
         except FileNotFoundError:
             return _Finding(entry, state="gone")
         except OSError as error:
-            return _Finding(entry, _unopened(entry, error))
+            return _Finding(entry, _unopened(entry, error, bad))
         try:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
@@ -160,13 +165,25 @@ def _open(entry: Entry) -> int:
         return os.open(entry.path, _OPEN)
 
 
-def _unopened(entry: Entry, error: OSError) -> BadEntry:
-    with contextlib.suppress(OSError):
-        kind = entry_kind(os.lstat(entry.path).st_mode)
-        if kind != "file":
-            return BadEntry(entry.path.name, kind, f"it is a {kind}, where a file is expected")
+def _unopened(entry: Entry, error: OSError, bad: str) -> BadEntry:
     reason = f"it cannot be opened: {error.strerror or error}"
-    return BadEntry(entry.path.name, "unreadable", reason, entry.nbytes)
+    try:
+        status = os.lstat(entry.path)
+    except OSError:
+        return BadEntry(entry.path.name, "unreadable", reason, entry.nbytes)
+    kind = entry_kind(status.st_mode)
+    if kind != "file":
+        return BadEntry(entry.path.name, kind, f"it is a {kind}, where a file is expected")
+    wrong = BadEntry(entry.path.name, "unreadable", reason, status.st_size)
+    if bad == "keep":
+        return wrong
+    if isinstance(error, PermissionError) and status.st_uid == os.geteuid():
+        return _act(wrong, entry, status, bad)
+    # Too many open files say nothing about an entry, and its owner's server may be able to read it.
+    why = (
+        "it is another user's, who may be able to read it" if isinstance(error, PermissionError) else "it may be sound"
+    )
+    return BadEntry(wrong.name, wrong.kind, f"{reason}; left: {why}", wrong.nbytes)
 
 
 def _hash(content: FileRange, with_digest: bool, check: Callable[[], None]) -> Hashes:

@@ -1,11 +1,15 @@
 """Where bad entries go: a folder in the cache's directory, bounded, that no server reads from.
 
+The folder itself is opened without following a link, and worked in through that descriptor: whoever may write to the
+cache's directory cannot have files moved or removed elsewhere.
+
 A quarantined entry is called ``<16 hexadecimal digits>-<n>``: the name it had, and a number that makes it unique.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import stat
@@ -40,15 +44,23 @@ def list_quarantine(directory: Path) -> list[Quarantined]:
     read. Other names than its own are left out.
     """
     found: list[Quarantined] = []
-    with contextlib.suppress(OSError), os.scandir(directory / FOLDER) as entries:
-        for entry in entries:
-            name = _NAME.fullmatch(entry.name)
-            if name is None:
-                continue
-            with contextlib.suppress(OSError):
-                status = entry.stat(follow_symlinks=False)
-                if not stat.S_ISDIR(status.st_mode):
-                    found.append(Quarantined(Path(entry.path), int(name[1], 16), status.st_size, status.st_ctime_ns))
+    try:
+        folder = _open(directory, os.O_RDONLY)
+    except OSError:
+        return found
+    try:
+        with contextlib.suppress(OSError), os.scandir(folder) as entries:
+            for entry in entries:
+                name = _NAME.fullmatch(entry.name)
+                if name is None:
+                    continue
+                with contextlib.suppress(OSError):
+                    status = entry.stat(follow_symlinks=False)
+                    if not stat.S_ISDIR(status.st_mode):
+                        path = directory / FOLDER / entry.name
+                        found.append(Quarantined(path, int(name[1], 16), status.st_size, status.st_ctime_ns))
+    finally:
+        os.close(folder)
     return sorted(found, key=lambda entry: (entry.moved_ns, entry.path))
 
 
@@ -64,7 +76,8 @@ def move_aside(path: Path, is_it: Callable[[os.stat_result], bool]) -> Path | No
     """Move the entry at ``path`` into quarantine; where it is now, or None if it has gone or is another one.
 
     ``is_it`` says of the status of what lies there whether that is the bad one: another server may have replaced it.
-    Raises OSError if it cannot be moved: IsADirectoryError for a directory, which is not touched.
+    Raises OSError if it cannot be moved: IsADirectoryError for a directory, which is not touched, NotADirectoryError
+    where the quarantine is a link or anything else.
     """
     try:
         status = os.lstat(path)
@@ -72,42 +85,68 @@ def move_aside(path: Path, is_it: Callable[[os.stat_result], bool]) -> Path | No
             raise IsADirectoryError(21, "it is a directory", str(path))
         if not is_it(status):
             return None
-        target = _claim(path.parent / FOLDER, path.name)
+        folder, name = _claim(path.parent, path.name)
+        try:
+            if not _move(path, folder, name, is_it):
+                return None
+        finally:
+            os.close(folder)
     except FileNotFoundError:
         return None
-    try:
-        os.rename(path, target)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            os.unlink(target)
-        if isinstance(error, FileNotFoundError):
-            return None
-        raise
-    if not is_it(os.lstat(target)):
-        # Replaced between the look and the move: put the good one back, unless a third is there already.
-        with contextlib.suppress(OSError):
-            os.link(target, path, follow_symlinks=False)
-            os.unlink(target)
-        return None
     _bound(path.parent)
-    return target
+    return path.parent / FOLDER / name
 
 
-def _claim(folder: Path, name: str) -> Path:
-    """An empty file of a name that nobody else has, to be replaced by the rename."""
-    number = 0
+def _move(path: Path, folder: int, name: str, is_it: Callable[[os.stat_result], bool]) -> bool:
+    """Move ``path`` onto the empty file ``name`` in ``folder``; whether that was the bad one, else it is put back."""
+    try:
+        os.rename(path, name, dst_dir_fd=folder)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(name, dir_fd=folder)
+        raise
+    if is_it(os.stat(name, dir_fd=folder, follow_symlinks=False)):
+        return True
+    # Replaced between the look and the move: put the good one back, unless a third is there already.
+    with contextlib.suppress(OSError):
+        os.link(name, path, src_dir_fd=folder, follow_symlinks=False)
+        os.unlink(name, dir_fd=folder)
+    return False
+
+
+def _open(directory: Path, how: int = os.O_PATH) -> int:
+    """The quarantine of ``directory``; NotADirectoryError for anything but a folder, a link to one included."""
+    where = directory / FOLDER
+    try:
+        return os.open(where, how | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENOTDIR):
+            raise
+        raise NotADirectoryError(errno.ENOTDIR, f"{FOLDER} is not a directory", str(where)) from error
+
+
+def _claim(directory: Path, name: str) -> tuple[int, str]:
+    """The quarantine, open, and an empty file in it of a name that nobody else has, to be replaced by the rename."""
     for _ in range(_ATTEMPTS):
-        target = folder / f"{name}-{number}"
-        try:
-            os.close(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-        except FileNotFoundError:
-            # Not there yet, or somebody has just emptied it.
-            folder.mkdir(exist_ok=True)
-        except FileExistsError:
-            number += 1
-        else:
-            return target
-    raise FileExistsError(17, "no name is free in quarantine", str(folder))
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(directory / FOLDER)
+        with contextlib.suppress(FileNotFoundError):  # somebody has just emptied it
+            folder = _open(directory)
+            try:
+                return folder, _free_name(folder, name)
+            except BaseException:
+                os.close(folder)
+                raise
+    raise FileExistsError(17, "the quarantine does not stay", str(directory / FOLDER))
+
+
+def _free_name(folder: int, name: str) -> str:
+    for number in range(_ATTEMPTS):
+        with contextlib.suppress(FileExistsError):
+            free = f"{name}-{number}"
+            os.close(os.open(free, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=folder))
+            return free
+    raise FileExistsError(17, "no name is free in quarantine", name)
 
 
 def _bound(directory: Path) -> None:
@@ -122,11 +161,18 @@ def _bound(directory: Path) -> None:
 
 def _remove(entries: list[Quarantined], directory: Path) -> tuple[int, int]:
     count = nbytes = 0
-    for entry in entries:
-        with contextlib.suppress(OSError):
-            os.unlink(entry.path)
-            count += 1
-            nbytes += entry.nbytes
+    try:
+        folder = _open(directory)
+    except OSError:
+        return 0, 0
+    try:
+        for entry in entries:
+            with contextlib.suppress(OSError):
+                os.unlink(entry.path.name, dir_fd=folder)
+                count += 1
+                nbytes += entry.nbytes
+    finally:
+        os.close(folder)
     with contextlib.suppress(OSError):
         os.rmdir(directory / FOLDER)
     return count, nbytes

@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 _NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _NOT_ALLOWED: Final = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
+_NOT_REPLACED: Final = frozenset({errno.EISDIR, errno.ENOTEMPTY, errno.EEXIST, errno.EPERM})
+"""How rename(2) says that what has the name stays: a directory, or another user's file where those are protected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,8 @@ def seed(
 
     An entry is named after what was read back from it, synced, and put in place in one step: whatever interrupts, it is
     whole and rightly named or not there. Raises ModelError for a model that cannot be read or that changed meanwhile,
-    ConfigError for what cannot be meant, CacheError where an entry cannot be stored (its text says what was done).
+    ConfigError for what cannot be meant, CacheError where an entry cannot be stored (its text says what was done): at
+    once, or, where only something else that has the entry's name is in the way, after all others have been.
     """
     started = time.monotonic()
     count = worker_count(threads)
@@ -131,6 +134,7 @@ class _Seeding:
         self._known: dict[str, Hashes] = {}
         self._sizes: Counter[int] = Counter()
         """How many entries of each size could be a tensor's that has not been hashed."""
+        self._not_stored: list[CacheError] = []
 
     def run(self, threads: int, progress: Callable[[str, int, int], object] | None) -> None:
         total = sum(tensor.nbytes for tensor in self._tensors)
@@ -144,6 +148,8 @@ class _Seeding:
             pass
         self._done = total
         watch()
+        if self._not_stored:
+            raise self._not_stored[0]
 
     def _look_up(self) -> None:
         ranges = [(t.name, t.payload) for t in self._tensors if isinstance(t.payload, FileRange)]
@@ -171,7 +177,11 @@ class _Seeding:
         """What was done so far, for a message."""
         counts = self._counts
         stored = f"{counts['written']} of {len(self._tensors)} entries were stored"
-        return f"{stored}, {counts['present']} were there before" if counts["present"] else stored
+        if counts["present"]:
+            stored += f", {counts['present']} {'was' if counts['present'] == 1 else 'were'} there before"
+        if self._not_stored:
+            stored += f", {len(self._not_stored)} could not be"
+        return stored
 
     def result(self, seconds: float) -> SeedResult:
         return SeedResult(
@@ -237,7 +247,15 @@ class _Seeding:
                     return
                 replaces = there is False
             check()
-            writer.commit(stored.fnv1a)
+            try:
+                writer.commit(stored.fnv1a)
+            except OSError as error:
+                if error.errno not in _NOT_REPLACED:
+                    raise
+                # It is about this one name: the other entries can be stored.
+                with self._lock:
+                    self._not_stored.append(_refused(self._cache, tensor, error))
+                return
         self._count(written=1, written_bytes=tensor.nbytes, cloned_bytes=cloned, replaced=int(replaces))
 
     def _hash(self, payload: FileRange | memoryview, check: Callable[[], None]) -> Hashes:
@@ -290,6 +308,6 @@ def _refused(cache: StrictCache, tensor: ModelTensor, error: OSError) -> CacheEr
         hint = "make room (weightwire cache prune) and seed again: what is there already is not written again"
     elif error.errno in _NOT_ALLOWED:
         hint = "name a directory that this user may write to"
-    elif error.errno in (errno.EISDIR, errno.ENOTEMPTY, errno.EEXIST):
+    elif error.errno in _NOT_REPLACED:
         hint = "something else has that entry's name: weightwire cache verify lists what does not belong there"
     return CacheError(what, path=str(cache.directory), errno=error.errno, hint=hint)

@@ -121,7 +121,7 @@ class TensorCache:
         self._counting = threading.Lock()
         self._complained = threading.Event()
         self._stuck: set[tuple[int, str]] = set()
-        self._sound: set[tuple[int, int, int, int, int]] = set()
+        self._sound: set[tuple[int, ...]] = set()
         self._sweep()
 
     def __repr__(self) -> str:
@@ -191,7 +191,11 @@ class TensorCache:
 
     def look_into(self, content_hash: int, nbytes: int) -> None:
         """After a miss: if there is an entry of another size than ``nbytes``, find out whether it is a bad one, which
-        would be missed for ever, and move that to quarantine. One that hashes to its name is only read once.
+        would be missed until the tensor is stored anew, and move that to quarantine.
+
+        No more than ``nbytes`` bytes are read, however long the entry is: a shorter one is bad if it does not hash to
+        its name, a longer one if its start does, which is the tensor then, with something behind it. What is not found
+        bad is left, and read only once.
         """
         size = self.size_of(content_hash)
         if size is None or size == nbytes:
@@ -201,25 +205,37 @@ class TensorCache:
             return
         try:
             found = os.fstat(fd)
-            identity = (content_hash, found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
-            if identity not in self._sound and self.proved(content_hash, fd, size):
-                if len(self._sound) >= _REMEMBERED:
-                    self._sound.clear()
-                self._sound.add(identity)
+            length = min(size, nbytes)
+            identity = (content_hash, found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, length)
+            if identity in self._sound:
+                return
+            actual = self._hash(content_hash, fd, length)
+            if actual is None:
+                return
+            if (actual == content_hash) is (size > nbytes):
+                said = f"it has {size} bytes, where the tensor has {nbytes}" if size else "it is empty"
+                self.quarantine(content_hash, said, fd)
+                return
+            if len(self._sound) >= _REMEMBERED:
+                self._sound.clear()
+            self._sound.add(identity)
         finally:
             os.close(fd)
 
     def proved(self, content_hash: int, fd: int, nbytes: int) -> bool:
         """Whether the ``nbytes`` bytes of the open entry are what its name says. If not, it goes to quarantine."""
-        path = str(self.path_for(content_hash))
-        try:
-            actual = hash_payload(FileRange(fd, 0, nbytes, path))
-        except WeightwireError as error:
-            self.quarantine(content_hash, f"it cannot be read: {error}", fd)
-            return False
-        if actual != content_hash:
+        actual = self._hash(content_hash, fd, nbytes)
+        if actual is not None and actual != content_hash:
             self.quarantine(content_hash, NOT_ITS_NAME, fd)
         return actual == content_hash
+
+    def _hash(self, content_hash: int, fd: int, nbytes: int) -> int | None:
+        """The hash of the entry's first ``nbytes`` bytes; None, and it is in quarantine, if they cannot be read."""
+        try:
+            return hash_payload(FileRange(fd, 0, nbytes, str(self.path_for(content_hash))))
+        except WeightwireError as error:
+            self.quarantine(content_hash, f"it cannot be read: {error}", fd)
+            return None
 
     def writer(self) -> CacheWriter:
         """A new entry whose hash is not known yet; see `CacheWriter`. Never raises for what the disk does."""

@@ -13,7 +13,7 @@ import click
 from weightwire.cli.caches import cache_dir, cache_path, moment, threads
 from weightwire.cli.failures import CONTENT, FAILED
 from weightwire.cli.options import help_, json_output, quiet
-from weightwire.cli.output import human_bytes, line, note, object_, printable
+from weightwire.cli.output import counted, human_bytes, line, note, object_, printable
 from weightwire.cli.progress import Progress, choose_display
 from weightwire.config import parse_size
 from weightwire.errors import ConfigError
@@ -109,16 +109,26 @@ def verify(cache: str | None, quarantine: bool, remove: bool, threads: int | Non
         for name in report.changing:
             line(f"{name}: something writes to it; verify again later")
         line(
-            f"{printable(report.directory)}: {report.entries} entries, {human_bytes(report.bytes)}, "
-            f"{len(report.bad)} bad; {report.digests} compared by SHA-256, too"
+            f"{printable(report.directory)}: {counted(report.entries, 'entry', 'entries')}, "
+            f"{human_bytes(report.bytes)}, {len(report.bad)} bad; {report.digests} compared by SHA-256, too"
         )
         if report.others:
             shown = ", ".join(map(printable, report.others[:4])) + (" …" if len(report.others) > 4 else "")
-            line(f"{len(report.others)} names that are no entry's: {shown}")
+            line(f"{counted(len(report.others), 'name that is', 'names that are')} no entry's: {shown}")
     if report.bad:
-        note(f"weightwire: error: {len(report.bad)} bad entries in {printable(report.directory)}")
-        if bad == "keep":
-            note("weightwire: hint: --quarantine moves them away, --remove removes them")
+        note(
+            f"weightwire: error: {counted(len(report.bad), 'bad entry', 'bad entries')} "
+            f"in {printable(report.directory)}"
+        )
+        hints = []
+        if bad == "keep" and any(each.is_file for each in report.bad):
+            hints.append("--quarantine moves bad files away, --remove removes them")
+        left = [each.name for each in report.bad if not each.is_file]
+        if left:
+            shown = ", ".join(left[:4]) + (" …" if len(left) > 4 else "")
+            hints.append(f"what is no file is left to you to look at and remove: {shown}")
+        if hints:
+            note(f"weightwire: hint: {'; '.join(hints)}")
         sys.exit(CONTENT)
 
 
@@ -159,16 +169,20 @@ def prune(
         for entry in result.removed:
             used = moment(entry.last_used_ns)
             line(f"{entry.path.name} {entry.nbytes:>12} {used} {printable(_whose(entry.owners))}")
+        remain = "would remain" if dry_run else "remains" if result.kept == 1 else "remain"
         verb = "would be removed" if dry_run else "removed"
-        rest = f"{result.kept} entries, {human_bytes(result.kept_bytes)}, {'would remain' if dry_run else 'remain'}"
-        line(f"{len(result.removed)} entries, {human_bytes(result.removed_bytes)}, {verb}; {rest}")
+        rest = f"{counted(result.kept, 'entry', 'entries')}, {human_bytes(result.kept_bytes)}, {remain}"
+        line(f"{counted(len(result.removed), 'entry', 'entries')}, {human_bytes(result.removed_bytes)}, {verb}; {rest}")
         if quarantine:
             line(f"{result.quarantined} in quarantine, {human_bytes(result.quarantined_bytes)}, {verb}")
         if result.temporary:
-            line(f"{result.temporary} temporary files of dead writers removed")
+            line(f"{counted(result.temporary, 'temporary file', 'temporary files')} of dead writers removed")
     if result.failed:
         name, reason = result.failed[0]
-        note(f"weightwire: error: {len(result.failed)} entries cannot be removed, the first of them {name}: {reason}")
+        note(
+            f"weightwire: error: {counted(len(result.failed), 'entry', 'entries')} cannot be removed, "
+            f"the first of them {name}: {reason}"
+        )
         sys.exit(FAILED)
 
 

@@ -15,6 +15,7 @@ __all__ = [
     "StdoutClosed",
     "StdoutFailed",
     "check_stdout",
+    "counted",
     "gib_per_second",
     "human_bytes",
     "line",
@@ -45,6 +46,11 @@ def printable(text: str) -> str:
     return "".join(
         c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode("ascii") for c in text
     )
+
+
+def counted(number: int, one: str, more: str) -> str:
+    """``number`` and the word for that many: ``counted(1, "entry", "entries")`` is ``"1 entry"``."""
+    return f"{number} {one if number == 1 else more}"
 
 
 def human_bytes(nbytes: int) -> str:

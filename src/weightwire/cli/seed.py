@@ -9,7 +9,7 @@ import click
 from weightwire.cli.caches import cache_dir, cache_path, threads
 from weightwire.cli.failures import as_usage
 from weightwire.cli.options import help_, include, json_output, quiet
-from weightwire.cli.output import gib_per_second, human_bytes, line, object_, printable
+from weightwire.cli.output import counted, gib_per_second, human_bytes, line, object_, printable
 from weightwire.cli.progress import Progress, choose_display
 from weightwire.cli.signals import raising_on_signals
 
@@ -54,19 +54,24 @@ def seed(
             opened, directory, include=include, threads=threads, verify=verify, progress=progress.report
         )
     if as_json:
-        object_({"model": model} | asdict(result) | {"gib_per_s": gib_per_second(result.bytes, result.seconds)})
+        object_(
+            {"model": model}
+            | asdict(result)
+            | {"seconds": round(result.seconds, 6), "gib_per_s": gib_per_second(result.bytes, result.seconds)}
+        )
         return
     line(
-        f"{printable(model)}: {result.tensors} tensors over 10 MiB, {human_bytes(result.bytes)}, "
+        f"{printable(model)}: {counted(result.tensors, 'tensor', 'tensors')} over 10 MiB, {human_bytes(result.bytes)}, "
         f"for {printable(result.directory)}"
     )
     line(
-        f"in {result.seconds:.2f} s: {result.written} entries written, {human_bytes(result.written_bytes)}"
+        f"in {result.seconds:.2f} s: {counted(result.written, 'entry', 'entries')} written, "
+        + human_bytes(result.written_bytes)
         + (f", {human_bytes(result.cloned_bytes)} of them shared with the model" if result.cloned_bytes else "")
-        + (f"; {result.duplicates} are equal to another tensor" if result.duplicates else "")
+        + (f"; {counted(result.duplicates, 'is', 'are')} equal to another tensor" if result.duplicates else "")
     )
     if result.replaced:
         line(f"{result.replaced} of them replaced a damaged entry")
     if result.present:
         unread = "; by name and size, --verify reads them" if result.unread else "; read, and sound"
-        line(f"{result.present} entries were there already{unread}")
+        line(f"{counted(result.present, 'entry was', 'entries were')} there already{unread}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -22,10 +23,14 @@ _LOOK: Final = 0.2
 """Seconds between two looks at whether something has to stop everybody."""
 
 
+_TARGET: Final = 'such as Target("192.0.2.7:50052", layers="20-39")'
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """A server, and what is for it: the tensors that ``include`` (a regular expression) and ``layers`` (``"20-39"``)
-    both choose, all of them where neither is given, for its ``device``.
+    both choose, all of them where neither is given, for its ``device``. ConfigError for a wrong type; what the texts
+    say is looked at when they are used.
     """
 
     endpoint: str
@@ -33,12 +38,22 @@ class Target:
     layers: str | None = None
     device: int = 0
 
+    def __post_init__(self) -> None:
+        """Refuse what is no text or number where one belongs."""
+        for name in ("endpoint", "include", "layers"):
+            value = getattr(self, name)
+            if not isinstance(value, str) and (value is not None or name == "endpoint"):
+                raise ConfigError(f"target: {name}={reprlib.repr(value)} is not text", hint=_TARGET)
+        if not isinstance(self.device, int) or isinstance(self.device, bool):
+            raise ConfigError(f"target: device={reprlib.repr(self.device)} is not a whole number", hint=_TARGET)
+
 
 def as_targets(targets: str | Target | Iterable[str | Target]) -> list[Target]:
     """``targets`` as a list; a text is the endpoint of a server that gets everything.
 
     Raises ConfigError for none at all, an endpoint that cannot be read, and one that occurs twice: a stock server
-    serves one client at a time, so the second connection would wait for the first for ever.
+    serves one client at a time, so the second connection would wait for the first until its timeout. The texts are
+    compared, not what the names stand for, which only a resolver could say.
     """
     given = [targets] if isinstance(targets, (str, Target)) else list(targets)
     made: list[Target] = []

@@ -32,7 +32,10 @@ from weightwire.ranges import FileRange
 __all__ = ["WarmSummary", "Warmed", "warm"]
 
 _NO_CACHE = "start llama.cpp's rpc-server with -c, or 'weightwire serve' with --cache DIR"
-_NO_ROOM = "the disk of its cache may be full, or not writable; its log may say more"
+_NO_ROOM = (
+    "the disk of its cache may be full, or its directory gone or not writable, or something else has the entry's name; "
+    "its log may say more"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +100,11 @@ def warm(
     its ends, made wrong before, show that the cache does not hold all of it.
 
     One that fails does not stop the others: its error is in the list, in the order of ``targets``. It is
-    CacheUnavailable if the server does not keep what it is sent, which is found out after the first tensor and again
-    after the last, AllocationError where no tensor fits its largest buffer or it lacks the memory for the buffer, and
-    otherwise as with `Connection.push`. Raised are only ConfigError for an argument, ModelError for a model that
-    cannot be opened, and whatever interrupts the call (Ctrl-C), after which every connection is closed.
+    CacheUnavailable if the server does not keep what it is sent, which is found out after the first tensor (and the
+    second, if it has a cache but lacks the first) and again after the last, AllocationError where no tensor fits its
+    largest buffer or it lacks the memory for the buffer, and otherwise as with `Connection.push`. Raised are only
+    ConfigError for an argument, ModelError for a model that cannot be opened, and whatever interrupts the call
+    (Ctrl-C), after which every connection is closed.
     Source: docs/protocol.md, section 9.
     """
     aims = as_targets(targets)
@@ -143,8 +147,8 @@ def warm(
                     hashes, feed = shared.take(number)
                     with connection, connection._channel.exclusive("warm"):
                         summary = _warm(
-                            connection._channel, opened, chosen[number], aims[number].device, hashes, feed,
-                            claims[number], options, summed.of(number),
+                            connection._channel, connection.server_has_cache, opened, chosen[number],
+                            aims[number].device, hashes, feed, claims[number], options, summed.of(number),
                         )  # fmt: skip
                 finally:
                     visits.leave(number)
@@ -173,6 +177,7 @@ def warm(
 
 def _warm(
     channel: Channel,
+    announced: bool,
     model: Model,
     tensors: Sequence[ModelTensor],
     device: int,
@@ -207,7 +212,11 @@ def _warm(
             claim.keep([number for number, tensor in enumerate(tensors) if tensor.nbytes <= limit])
         sources = Sources([tensor.payload for tensor in fits], cached=range(len(fits)), read=options.read, claim=claim)
         warmer = _Warmer if options.optimized else _PlainWarmer
-        _fill(warmer, channel, fits, scratch, hashes, feed, sources, progress)
+        try:
+            _fill(warmer, channel, announced, fits, scratch, hashes, feed, sources, progress)
+        except CacheUnavailable:
+            model.check_unchanged()  # a server keeps what it was sent, not what was there when it was hashed
+            raise
         recorder.switch(Stage.WAIT)
         devices.barrier(channel, device)
         recorder.mark()
@@ -234,6 +243,7 @@ def _warm(
 def _fill(
     warmer: type[_Warmer],
     channel: Channel,
+    announced: bool,
     tensors: Sequence[ModelTensor],
     scratch: RemoteBuffer,
     hashes: TensorHashes,
@@ -246,11 +256,15 @@ def _fill(
     placed = [RemoteTensor(tensor.name, None, (tensor.nbytes,), tensor.nbytes, scratch, 0) for tensor in tensors]
     payloads = [tensor.payload for tensor in tensors]
     questions = Questions(channel, placed, payloads, range(len(tensors)), feed, True, hashes.doubt)
-    warmer(channel, placed, payloads, questions, progress, sources).run()
+    warmer(channel, placed, payloads, questions, progress, sources, announced).run()
 
 
 class _Warmer(Sender):
-    """Sends what the cache lacks into one buffer, and sees that the first and the last of it were kept."""
+    """Sends what the cache lacks into one buffer, and sees that the first and the last of it were kept.
+
+    A server that is known to have a cache, since it ``announced`` one or had a tensor, may lack the first for a reason
+    of that one entry's. It is sent the rest unless it does not keep the second either, and the error comes at the end.
+    """
 
     def __init__(
         self,
@@ -260,41 +274,56 @@ class _Warmer(Sender):
         questions: Questions,
         progress: ProgressCallback | None,
         sources: Sources,
+        announced: bool,
     ) -> None:
         super().__init__(channel, placed, payloads, questions, progress, sources)
         self._asked = questions
+        self._announced = announced
         self._sent: list[int] = []
+        self._first_lost: CacheUnavailable | None = None
 
     def run(self) -> None:
         """Send everything that is not there; CacheUnavailable if the server does not keep it."""
         super().run()
-        if len(self._sent) > 1:
+        if len(self._sent) > (1 if self._first_lost is None else 2):
             self._check_kept(self._sent[-1])
+        if self._first_lost is not None:
+            raise self._first_lost
 
     def _send_large(self, index: int, tensor: RemoteTensor) -> None:
         super()._send_large(index, tensor)
         self._sent.append(index)
+        # Before gigabytes are sent to a server that does not keep them.
         if len(self._sent) == 1:
-            # Before gigabytes are sent to a server that does not keep them.
+            self._first_lost = self._lost(index)
+            if self._first_lost is not None and not (self._announced or self._asked.filled):
+                raise self._first_lost
+        elif len(self._sent) == 2 and self._first_lost is not None:
             self._check_kept(index)
 
     def _check_kept(self, index: int) -> None:
+        lost = self._lost(index)
+        if lost is not None:
+            raise lost
+
+    def _lost(self, index: int) -> CacheUnavailable | None:
+        """The error if the server does not have tensor ``index`` now; raised where it has a part, as of a full disk."""
         previous = self._recorder.switch(Stage.ASK)
         self._channel.settle()
         hit, intact = self._asked.ask_again(index)
         self._recorder.switch(previous)
         if hit and intact:
-            return
+            return None
         endpoint, name = self._channel.endpoint, self._placed[index].name
         if hit:
             raise CacheUnavailable(
                 f"{endpoint} has kept only a part of tensor {name!r} in its cache", endpoint=endpoint, hint=_NO_ROOM
             )
-        if len(self._sent) > 1 or self._asked.filled:
-            raise CacheUnavailable(
+        if len(self._sent) > 1 or self._asked.filled or self._announced:
+            return CacheUnavailable(
                 f"{endpoint} has not kept tensor {name!r} in its cache", endpoint=endpoint, hint=_NO_ROOM
             )
-        raise CacheUnavailable(
+        return CacheUnavailable(
             f"{endpoint} keeps no tensor cache: it was sent tensor {name!r} and does not have it",
             endpoint=endpoint,
             hint=_NO_CACHE,

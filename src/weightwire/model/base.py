@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType, TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 from weightwire.errors import ModelError
 from weightwire.ranges import FileRange
@@ -65,8 +65,26 @@ def usable_name(name: str) -> bool:
     return True
 
 
+class _Changed(NamedTuple):
+    """When a file was last changed (ctime, ns), and what may change without its content: names, mode and owner."""
+
+    ctime_ns: int
+    about: tuple[int, int, int, int]
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> Self:
+        return cls(status.st_ctime_ns, (status.st_nlink, status.st_mode, status.st_uid, status.st_gid))
+
+    def explained(self, before: _Changed) -> bool:
+        """Whether this is ``before``, or differs from it in more than the time.
+
+        Replacing or removing a model that is being loaded is usual and leaves the open file as it was.
+        """
+        return self.ctime_ns == before.ctime_ns or self.about != before.about
+
+
 class ModelFile:
-    """One file of a model: an open descriptor, and the size (bytes) and time (ns) it had when opened.
+    """One file of a model: an open descriptor, and the size (bytes) and times (ns) it had when opened.
 
     Raises ModelError where the file is missing, unreadable or not a regular file.
     """
@@ -91,6 +109,7 @@ class ModelFile:
         self.fd = fd
         self.size = status.st_size
         self.mtime_ns = status.st_mtime_ns
+        self._changed = _Changed.of(status)
         self._map: weakref.ref[mmap.mmap] | None = None
         self._closer = weakref.finalize(self, os.close, fd)
         self._closer.atexit = False
@@ -145,7 +164,11 @@ class ModelFile:
         return memoryview(mapping)[offset : offset + nbytes]
 
     def check_unchanged(self) -> None:
-        """ModelError if size or modification time differ from when the file was opened, or if it is closed."""
+        """ModelError if the file was written to since it was opened, as far as stat(2) can tell, or if it is closed.
+
+        That is: its size or its time of modification (mtime) differs, or its time of change (ctime), which a writer
+        cannot set back, without a new name, mode or owner that would explain it.
+        """
         if self.closed:
             raise ModelError("the model is closed", path=self.path)
         try:
@@ -165,6 +188,14 @@ class ModelFile:
                 path=self.path,
                 hint="something is writing it; open the model again when that is done",
             )
+        changed = _Changed.of(status)
+        if not changed.explained(self._changed):
+            raise ModelError(
+                "file was changed since it was opened, though its date is the same",
+                path=self.path,
+                hint="something has written to it or renamed it; open the model again when that is done",
+            )
+        self._changed = changed
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +275,6 @@ class Model:
             file.close()
 
     def check_unchanged(self) -> None:
-        """ModelError if a file's size or modification time is not what it was at opening, or the model is closed."""
+        """ModelError if a file was written to since it was opened (`ModelFile.check_unchanged`), or is closed."""
         for file in self._files:
             file.check_unchanged()

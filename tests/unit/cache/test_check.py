@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -9,8 +10,10 @@ from typing import Any
 
 import pytest
 from support.cachedir import contents, entries_of, files_in, name_of, write_model
+from support.privileges import modes_apply
 
 from weightwire.cache import BadEntry, check, seed, verify_cache
+from weightwire.cache.quarantine import list_quarantine
 from weightwire.errors import ConfigError
 from weightwire.index import HashIndex
 
@@ -105,6 +108,35 @@ def test_what_is_no_file_is_reported_and_left_alone(directory: Path, tmp_path: P
         assert report.entries == 4
     assert sorted(os.listdir(directory)) == before
     assert secret.read_bytes() == b"mine"
+
+
+@pytest.mark.parametrize("bad", ["keep", "quarantine", "remove"])
+def test_one_that_nobody_may_read(bad: Any, directory: Path) -> None:
+    entry = next(path for path in sorted(directory.iterdir()) if path.is_file())
+    entry.chmod(0)
+    with modes_apply():
+        report = verify_cache(directory, bad=bad, index=False)
+    (found,) = report.bad
+    assert (found.name, found.kind, found.is_file) == (entry.name, "unreadable", True)
+    assert found.action == {"keep": "none", "quarantine": "quarantined", "remove": "removed"}[bad]
+    assert entry.exists() == (bad == "keep")
+    assert len(list_quarantine(directory)) == (bad == "quarantine")
+
+
+@pytest.mark.parametrize(("number", "said"), [(errno.EACCES, "another user's"), (errno.EMFILE, "may be sound")])
+def test_one_that_others_may_be_able_to_read_is_left_and_said(
+    number: int, said: str, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(entry: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    before = sorted(os.listdir(directory))
+    monkeypatch.setattr(check, "_open", refuse)
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    report = verify_cache(directory, bad="remove", index=False)
+    assert len(report.bad) == len(before)
+    assert all(each.action == "none" and said in each.reason for each in report.bad)
+    assert sorted(os.listdir(directory)) == before
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), os.mkdir])

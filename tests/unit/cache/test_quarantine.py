@@ -62,7 +62,7 @@ def test_a_directory_is_not_moved(tmp_path: Path) -> None:
 def test_a_move_that_fails_leaves_no_placeholder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = put(tmp_path, b"bad")
 
-    def refuse(*arguments: object) -> None:
+    def refuse(*arguments: object, **options: object) -> None:
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(quarantine.os, "rename", refuse)
@@ -97,3 +97,31 @@ def test_emptying_touches_its_own_names_only(tmp_path: Path) -> None:
     move_aside(put(tmp_path, b"bad"), anything)
     assert empty_quarantine(tmp_path) == (1, 3)
     assert os.listdir(tmp_path) == []
+
+
+def test_a_link_in_the_place_of_the_folder_is_not_followed(tmp_path: Path, no_leaks: object) -> None:
+    directory, elsewhere = tmp_path / "entries", tmp_path / "elsewhere"
+    directory.mkdir()
+    elsewhere.mkdir()
+    theirs = put(elsewhere, b"theirs", f"{NAME}-0")
+    (directory / FOLDER).symlink_to(elsewhere)
+    path = put(directory, b"bad")
+    with pytest.raises(NotADirectoryError, match="is not a directory"):
+        move_aside(path, anything)
+    assert path.read_bytes() == b"bad"
+    assert list_quarantine(directory) == []
+    assert empty_quarantine(directory) == (0, 0)
+    assert os.listdir(elsewhere) == [theirs.name]
+
+
+def test_a_folder_that_becomes_a_link_between_the_look_and_the_removal(tmp_path: Path) -> None:
+    directory, elsewhere = tmp_path / "entries", tmp_path / "elsewhere"
+    directory.mkdir()
+    elsewhere.mkdir()
+    move_aside(put(directory, b"bad"), anything)
+    found = list_quarantine(directory)
+    (directory / FOLDER).rename(directory / "was")
+    (directory / FOLDER).symlink_to(elsewhere)
+    theirs = put(elsewhere, b"theirs", found[0].path.name)
+    assert quarantine._remove(found, directory) == (0, 0)
+    assert theirs.exists()

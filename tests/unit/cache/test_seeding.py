@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.cachedir import contents, entries_of, files_in, name_of, write_model
+from support.rewriting import rewrite
 
 import weightwire
 from weightwire.cache import copying, seed, seeding
@@ -252,13 +253,27 @@ def test_a_link_in_an_entrys_place_is_not_followed(
 # What goes wrong.
 
 
-def test_a_directory_in_an_entrys_place(model: Path, directory: Path, tensors: dict[str, bytes]) -> None:
-    (directory / name_of(tensors["t1"])).mkdir(parents=True)
-    with pytest.raises(CacheError, match="t1") as caught:
-        seed(model, directory, threads=0, index=False)
-    assert caught.value.errno == errno.EISDIR
-    assert "1 of 5 entries were stored" in caught.value.detail
-    assert sorted(os.listdir(directory)) == sorted([name_of(tensors["t0"]), name_of(tensors["t1"])])
+@pytest.mark.parametrize("threads", [0, 2])
+def test_a_directory_in_an_entrys_place_costs_this_entry_alone(
+    threads: int, model: Path, directory: Path, tensors: dict[str, bytes]
+) -> None:
+    names = [name_of(tensors["t1"]), name_of(tensors["t3"])]
+    directory.mkdir()
+    (directory / name_of(tensors["t0"])).write_bytes(tensors["t0"])
+    for count in (1, 2):
+        (directory / names[count - 1]).unlink(missing_ok=True)
+        (directory / names[count - 1]).mkdir()
+        with pytest.raises(CacheError, match=r"t1|t3") as caught:
+            seed(model, directory, threads=threads, index=False)
+        assert caught.value.errno == errno.EISDIR
+        assert "weightwire cache verify" in caught.value.hint
+        told = "3 of 5 entries were stored, 1 was there before, 1 could not be"
+        if count == 2:
+            told = "0 of 5 entries were stored, 3 were there before, 2 could not be"
+        assert told in caught.value.detail
+        assert sorted(os.listdir(directory)) == sorted(expected(tensors))
+        stored = {name: data for name, data in expected(tensors).items() if name not in names[:count]}
+        assert {path.name: path.read_bytes() for path in directory.iterdir() if path.is_file()} == stored
 
 
 def test_a_file_where_the_directory_should_be(model: Path, directory: Path) -> None:
@@ -327,6 +342,21 @@ def test_a_model_that_is_rewritten_meanwhile(
     changed = b"other bytes" + tensors["t6"][11:]
     assert name_of(changed) in files_in(directory)
     assert name_of(tensors["t6"]) not in files_in(directory)
+
+
+def test_a_model_that_is_rewritten_with_its_old_date(model: Path, directory: Path, index: HashIndex) -> None:
+    rewritten = []
+
+    def once(name: str, done: int, total: int) -> None:
+        if not rewritten:
+            rewritten.append(name)
+            rewrite(model)
+
+    with pytest.raises(ModelError, match="though its date is the same"):
+        seed(model, directory, threads=0, index=index, progress=once)
+    for name, data in files_in(directory).items():
+        assert name == name_of(data)
+    assert index.owners() == {}
 
 
 def test_an_index_that_is_wrong_about_the_model_makes_no_wrong_entry(

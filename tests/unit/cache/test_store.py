@@ -16,6 +16,7 @@ from weightwire.cache.quarantine import FOLDER, list_quarantine
 from weightwire.cache.store import TensorCache, default_directory, entry_name
 from weightwire.errors import ConfigError
 from weightwire.hashing import fnv1a64
+from weightwire.ranges import FileRange
 
 DATA = bytes(range(256)) * 50
 HASH = fnv1a64(DATA)
@@ -95,6 +96,49 @@ def test_an_entry_has_ordinary_permissions_and_nothing_is_left_beside_it(cache: 
 def test_another_size_is_a_miss(cache: TensorCache, nbytes: int) -> None:
     cache.save(HASH, [DATA])
     assert cache.lookup(HASH, nbytes) is None
+
+
+class Hashed(list[int]):
+    """The lengths of what a cache has hashed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        real = store.hash_payload
+
+        def noted(payload: FileRange) -> int:
+            self.append(payload.nbytes)
+            assert payload.nbytes <= len(DATA), "more than anybody asked for"
+            return real(payload)
+
+        monkeypatch.setattr(store, "hash_payload", noted)
+
+
+def test_a_huge_entry_is_not_read_whole(cache: TensorCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = cache.path_for(HASH)
+    path.write_bytes(b"something else")
+    os.truncate(path, 1 << 40)
+    hashed = Hashed(monkeypatch)
+    cache.look_into(HASH, len(DATA))
+    cache.look_into(HASH, len(DATA))
+    assert hashed == [len(DATA)], "as much as the tensor has, and only once"
+    assert path.exists(), "nothing shows that it is bad"
+    assert cache.save(HASH, [DATA])
+    assert path.read_bytes() == DATA
+
+
+def test_the_tensor_with_something_behind_it_is_bad(
+    cache: TensorCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = cache.path_for(HASH)
+    path.write_bytes(DATA)
+    os.truncate(path, 1 << 40)
+    hashed = Hashed(monkeypatch)
+    cache.look_into(HASH, len(DATA) - 1)  # somebody asks for another tensor by this one's hash
+    assert path.exists()
+    cache.look_into(HASH, len(DATA))
+    assert hashed == [len(DATA) - 1, len(DATA)]
+    assert not path.exists()
+    assert f"it has {1 << 40} bytes, where the tensor has {len(DATA)}" in caplog.text
 
 
 def test_what_is_not_there_is_a_miss_without_a_word(cache: TensorCache, caplog: pytest.LogCaptureFixture) -> None:

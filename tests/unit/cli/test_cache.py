@@ -78,14 +78,22 @@ def test_verify(invoke, directory: Path) -> None:
     assert "3 entries, 5.9 KiB, 0 bad" in ran.out
     (directory / NAMES[0]).write_bytes(b"bad")
     (directory / "notes").write_bytes(b"")
-    ran = invoke("cache", "verify", *at(directory)).failed(4, "1 bad entries", "--quarantine")
+    ran = invoke("cache", "verify", *at(directory)).failed(4, "1 bad entry in", "--quarantine")
     assert ran.out.splitlines()[0].split()[:2] == [NAMES[0], "3"]
     assert f"hashes to {name_of(b'bad')}" in ran.out
-    assert "1 names that are no entry's: notes" in ran.out
+    assert "1 name that is no entry's: notes" in ran.out
     ran = invoke("cache", "verify", *at(directory), "--quarantine", "--threads", "0").failed(4)
     assert "; quarantined" in ran.out
     assert (directory / ".weightwire-quarantine" / f"{NAMES[0]}-0").read_bytes() == b"bad"
     assert invoke("cache", "verify", *at(directory)).code == 0
+
+
+@pytest.mark.parametrize("option", [[], ["--quarantine"], ["--remove"]])
+def test_verify_says_who_has_to_remove_what_is_no_file(invoke, directory: Path, option: list[str]) -> None:
+    (directory / ("1" * 16)).mkdir()
+    ran = invoke("cache", "verify", *at(directory), *option).failed(4, "left to you", "1" * 16)
+    assert "--quarantine" not in ran.err, "neither option would touch it"
+    assert (directory / ("1" * 16)).is_dir()
 
 
 def test_the_object_of_verify(invoke, directory: Path) -> None:
@@ -111,9 +119,9 @@ def test_prune(invoke, directory: Path) -> None:
     ran = invoke("cache", "prune", *at(directory), "--max-size", "5000", "--dry-run")
     assert ran.code == 0
     assert ran.out.splitlines()[0].split()[0] == NAMES[0]
-    assert "1 entries, 1000 bytes, would be removed; 2 entries, 4.9 KiB, would remain" in ran.out
+    assert "1 entry, 1000 bytes, would be removed; 2 entries, 4.9 KiB, would remain" in ran.out
     assert len(os.listdir(directory)) == 3
-    assert "1 entries, 1000 bytes, removed" in invoke("cache", "prune", *at(directory), "--max-size", "5000").out
+    assert "1 entry, 1000 bytes, removed" in invoke("cache", "prune", *at(directory), "--max-size", "5000").out
     assert invoke("cache", "prune", *at(directory), "--max-age", "36h").code == 0
     assert os.listdir(directory) == [NAMES[2]]
     assert "0 in quarantine, 0 bytes, removed" in invoke("cache", "prune", *at(directory), "--quarantine").out

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -264,6 +265,14 @@ def test_a_model_that_changes_is_an_error_of_each(tmp_path: Path, model: Path) -
         push_all(path, [one.endpoints[0], other.endpoints[0]], index=False) as pushed,
     ):
         assert all(isinstance(each.error, ModelError) for each in pushed)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"layers": 5}, {"include": b"x"}, {"endpoint": None}, {"device": "0"}, {"device": True}]
+)
+def test_a_target_of_wrong_types_is_refused_when_it_is_made(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        Target(**{"endpoint": "x:1", **wrong})
 
 
 def test_the_sum_of_rounds() -> None:

@@ -7,11 +7,13 @@ import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from support.leaks import LeakCheck, eventually
 from support.profiles import assert_adds_up
+from support.rewriting import rewrite
 from support.scripted import Message, Peer, ScriptedServer, StandIn, serve_hello
 
 from weightwire import Connection, Server, connect, fnv1a64, open_model
@@ -190,6 +192,14 @@ def test_a_file_that_changes_while_it_is_pushed(model: Path) -> None:
             connection.push(model, progress=lambda *_: os.utime(model, (1, 1)))
         connection.barrier()
         assert not server.buffers, "what had been allocated is freed"
+
+
+@pytest.mark.parametrize("options", [{}, {"verify": True}, {"read": "read"}, {"cache": "always", "index": False}])
+def test_a_file_that_is_rewritten_with_its_old_date_while_it_is_pushed(model: Path, options: dict[str, Any]) -> None:
+    with ScriptedServer(StandIn()) as scripted, connect(scripted.endpoint, timeout=20) as connection:
+        with pytest.raises(ModelError, match="though its date is the same"):
+            connection.push(model, progress=lambda *_: rewrite(model), **options)
+        connection.barrier()
 
 
 def test_a_file_cut_short_while_it_is_pushed(connection: Connection, model: Path) -> None:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import shutil
 import struct
 from pathlib import Path
 
 import numpy as np
 import pytest
+from support import raw_gguf as raw
 from support.leaks import LeakCheck
+from support.rewriting import rewrite
 from support.scripted import Message, ScriptedServer, StandIn
 
 import weightwire
 from weightwire import fnv1a64, warm
 from weightwire.client import Warmed, WarmSummary
-from weightwire.errors import AllocationError, CacheUnavailable, ConfigError, PeerClosed, ProtocolError
+from weightwire.errors import AllocationError, CacheUnavailable, ConfigError, ModelError, PeerClosed, ProtocolError
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -174,3 +177,51 @@ def test_several_at_once(tmp_path: Path, no_leaks: LeakCheck) -> None:
     assert names == [{f"{fnv1a64(LARGE['layers.0.w']):016x}"}, {f"{fnv1a64(data):016x}" for data in LARGE.values()}]
     with pytest.raises(ConfigError):
         warm(MODEL, [])
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_model_that_is_rewritten_with_its_old_date(tmp_path: Path, which: int) -> None:
+    """Whether that shows as an entry of another name or not at all: the server is not to blame."""
+    path = tmp_path / "model.gguf"
+    sizes = [10 * MIB + 32, 11 * MIB]
+    header = [raw.tensor("first", (sizes[0],), 24, 0), raw.tensor("last", (sizes[1],), 24, sizes[0])]
+    path.write_bytes(raw.build([], header, RANDOM.bytes(sum(sizes))))
+
+    class Rewrites(StandIn):
+        """Between the question about a tensor and its bytes."""
+
+        def serve(self, message: Message) -> bytes | None:
+            answer = super().serve(message)
+            if message.command == 7 and len(self.of(7)) == 1:
+                rewrite(path, path.stat().st_size - (sum(sizes) if which == 0 else 8))
+            return answer
+
+    with ScriptedServer(Rewrites()) as server:
+        (outcome,) = warm(path, server.endpoint, index=False)
+    assert isinstance(outcome.error, ModelError)
+    assert "though its date is the same" in outcome.error.detail
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_an_entry_that_cannot_be_made_is_said_and_the_others_are(tmp_path: Path, number: int) -> None:
+    names = [f"{fnv1a64(data):016x}" for data in LARGE.values()]
+    with weightwire.Server(port=0, cache=tmp_path) as server:
+        (tmp_path / names[number]).mkdir()
+        (outcome,) = warm(MODEL, server.endpoints[0], index=False)
+    if number == 1:
+        assert outcome.error is None, "only the first and the last are asked for again"
+    else:
+        assert isinstance(outcome.error, CacheUnavailable)
+        assert f"has not kept tensor 'layers.{number}.w'" in outcome.error.detail
+        assert outcome.error.hint
+    assert all((tmp_path / name).is_file() for name in names if name != names[number])
+
+
+def test_a_cache_that_has_gone_is_no_lack_of_a_cache(tmp_path: Path) -> None:
+    with weightwire.Server(port=0, cache=tmp_path / "cache") as server:
+        shutil.rmtree(tmp_path / "cache")
+        (outcome,) = warm(MODEL, server.endpoints[0], index=False)
+        assert isinstance(outcome.error, CacheUnavailable)
+        assert "has not kept" in outcome.error.detail
+        assert "directory gone" in outcome.error.hint
+        assert server.stats().tcp.bytes_received < sum(data.nbytes for data in LARGE.values()), "it gave up"

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from support import raw_gguf as raw
 from support.leaks import open_descriptors
+from support.rewriting import rewrite
 
 from weightwire.errors import ModelError
 from weightwire.model import Model, open_model
@@ -118,7 +119,9 @@ def touch(path: Path) -> None:
     os.utime(path, ns=(1, 1))
 
 
-@pytest.mark.parametrize(("change", "said"), [(grow, "longer"), (shrink, "shorter"), (touch, "modified")])
+@pytest.mark.parametrize(
+    ("change", "said"), [(grow, "longer"), (shrink, "shorter"), (touch, "modified"), (rewrite, "though its date")]
+)
 def test_changes_are_noticed_before_a_mapping_is_touched(path: Path, change: Callable[[Path], None], said: str) -> None:
     with open_model(path) as model:
         model.check_unchanged()
@@ -138,6 +141,26 @@ def test_a_file_replaced_by_another_is_still_the_one_opened(path: Path) -> None:
         other.replace(path)
         model.check_unchanged()
         assert bytes(model.tensors["b"].view()) == DATA[32:]
+
+
+def test_other_names_and_permissions_are_no_change(path: Path) -> None:
+    with open_model(path) as model:
+        os.link(path, path.with_suffix(".link"))
+        model.check_unchanged()
+        path.chmod(0o400)
+        model.check_unchanged()
+        path.unlink()
+        model.check_unchanged()
+
+
+def test_a_rewriting_behind_another_name_is_noticed(path: Path) -> None:
+    with open_model(path) as model:
+        other = path.with_suffix(".link")
+        os.link(path, other)
+        model.check_unchanged()
+        rewrite(other)
+        with pytest.raises(ModelError, match="though its date"):
+            model.check_unchanged()
 
 
 def test_a_file_cut_short_while_its_header_is_read(path: Path) -> None:

@@ -255,7 +255,7 @@ def test_client_bound(start: Start) -> None:
 
 @pytest.mark.parametrize(
     ("module", "name", "expected"),
-    # Into memory of the server's own an entry is hashed as it is read, which counts as reading; in front of a hook, before.
+    # Into memory of the server's own an entry is hashed as it is read, which counts as reading.
     [(reading, "read_fnv1a64", "source-bound"), (filling, "fnv1a64", "hash-bound")],
 )
 def test_the_cache_is_slow(

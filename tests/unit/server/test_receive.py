@@ -296,10 +296,10 @@ class TestCache:
     @pytest.mark.parametrize(
         ("change", "said"),
         [
-            (lambda data: b"", "not what its name says"),
-            (lambda data: data[: len(data) // 2], "not what its name says"),
-            (lambda data: data[:-1], "not what its name says"),
-            (lambda data: data + b"\0", "not what its name says"),
+            (lambda data: b"", "it is empty"),
+            (lambda data: data[: len(data) // 2], "bytes, where the tensor has"),
+            (lambda data: data[:-1], "bytes, where the tensor has"),
+            (lambda data: data + b"\0", "bytes, where the tensor has"),
             (lambda data: data[:5] + bytes((data[5] ^ 1,)) + data[6:], "not what its name says"),
         ],
         ids=["empty", "half", "short", "long", "flipped"],
