@@ -188,10 +188,6 @@ def profile_wanted(value: object, environ: Mapping[str, str] | None = None) -> b
             f"environment variable GGML_RPC_LOADPROF: {error}",
             hint="correct or unset GGML_RPC_LOADPROF; see docs/configuration.md",
         ) from None
-    """Turn ``"1"`` and ``"0"`` into True and False. Raises ValueError for anything else."""
-    if text.strip() not in ("0", "1"):
-        raise ValueError(f"{text!r} is neither 0 nor 1")
-    return text.strip() == "1"
 
 
 def parse_choice(choices: tuple[str, ...]) -> Callable[[str], str]:

@@ -22,7 +22,7 @@ from weightwire.cli.root import root
 
 pytestmark = pytest.mark.timeout(120)
 
-VERBS = ("serve", "push", "hash", "info", "demo", "seed", "cache", "warm")
+VERBS = ("serve", "push", "hash", "info", "demo", "seed", "cache", "warm", "bench")
 
 
 def test_version(invoke) -> None:

@@ -23,6 +23,7 @@ pytestmark = pytest.mark.timeout(120)
 MEMBERS = {
     "endpoint",
     "protocol",
+    "optimized",
     "transport",
     "tensors",
     "bytes",

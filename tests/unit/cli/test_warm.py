@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(120)
 MIB = 1 << 20
 MEMBERS = {
     *("endpoint", "protocol", "transport", "tensors", "bytes", "sent", "hits", "misses", "corrupt_hits"),
-    *("too_large", "hashes_known", "threads", "seconds", "gib_per_s", "profile"),
+    *("too_large", "hashes_known", "threads", "optimized", "seconds", "gib_per_s", "profile"),
 }
 
 

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from weightwire import open_model
 from weightwire.client.layers import Layers, layer_of, parse_layers
-from weightwire.client.plan import compile_include, select
+from weightwire.client.plan import select
 from weightwire.errors import ConfigError
+from weightwire.model.choosing import compile_include
 
 NAMES = ["token_embd.weight", *(f"blk.{n}.attn_q.weight" for n in range(6)), "blk.0.ffn_up.weight", "output.weight"]
 
