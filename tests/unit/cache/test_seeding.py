@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import pytest
 from support.cachedir import contents, entries_of, files_in, name_of, write_model
-from support.rewriting import rewrite
 
 import weightwire
 from weightwire.cache import copying, seed, seeding
@@ -342,21 +341,6 @@ def test_a_model_that_is_rewritten_meanwhile(
     changed = b"other bytes" + tensors["t6"][11:]
     assert name_of(changed) in files_in(directory)
     assert name_of(tensors["t6"]) not in files_in(directory)
-
-
-def test_a_model_that_is_rewritten_with_its_old_date(model: Path, directory: Path, index: HashIndex) -> None:
-    rewritten = []
-
-    def once(name: str, done: int, total: int) -> None:
-        if not rewritten:
-            rewritten.append(name)
-            rewrite(model)
-
-    with pytest.raises(ModelError, match="though its date is the same"):
-        seed(model, directory, threads=0, index=index, progress=once)
-    for name, data in files_in(directory).items():
-        assert name == name_of(data)
-    assert index.owners() == {}
 
 
 def test_an_index_that_is_wrong_about_the_model_makes_no_wrong_entry(
