@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.cachedir import contents, write_model
 
 from weightwire.cache import seeding
 from weightwire.index import HashIndex, identity
@@ -24,3 +25,18 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HashIndex
     monkeypatch.setattr(identity, "_RACY_NS", 0)
     with HashIndex(tmp_path / "index.sqlite3") as made:
         yield made
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return tmp_path / "entries"
+
+
+@pytest.fixture
+def tensors() -> dict[str, bytes]:
+    return contents(1001, 5000, 1000, 70_000, 0, 4096, 3 << 20)
+
+
+@pytest.fixture
+def model(tmp_path: Path, tensors: dict[str, bytes]) -> Path:
+    return write_model(tmp_path / "model.safetensors", tensors)

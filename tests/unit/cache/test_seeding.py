@@ -18,8 +18,8 @@ import pytest
 from support.cachedir import contents, entries_of, files_in, name_of, write_model
 
 import weightwire
-from weightwire.cache import copying, seed, seeding
-from weightwire.errors import CacheError, ConfigError, ModelError
+from weightwire.cache import seed, seeding
+from weightwire.errors import CacheError, ConfigError
 from weightwire.index import Hashes, HashIndex, identity_of
 from weightwire.model import open_model
 from weightwire.ranges import FileRange
@@ -28,21 +28,6 @@ from weightwire.wire import CACHE_THRESHOLD
 pytestmark = pytest.mark.usefixtures("small_threshold")
 
 MIB = 1 << 20
-
-
-@pytest.fixture
-def directory(tmp_path: Path) -> Path:
-    return tmp_path / "entries"
-
-
-@pytest.fixture
-def tensors() -> dict[str, bytes]:
-    return contents(1001, 5000, 1000, 70_000, 0, 4096, 3 * MIB)
-
-
-@pytest.fixture
-def model(tmp_path: Path, tensors: dict[str, bytes]) -> Path:
-    return write_model(tmp_path / "model.safetensors", tensors)
 
 
 def expected(tensors: dict[str, bytes]) -> dict[str, bytes]:
@@ -313,36 +298,6 @@ def test_a_full_disk_ends_it_and_leaves_whole_entries(
         assert len(left) == 4
 
 
-@pytest.mark.parametrize("way", ["copy_file_range", "preadv"])
-def test_a_model_that_is_rewritten_meanwhile(
-    way: str, model: Path, directory: Path, tensors: dict[str, bytes], index: HashIndex, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What lands in the directory is named after what it is, and nothing wrong is remembered."""
-    real = getattr(os, way)
-    if way == "preadv":
-        monkeypatch.setattr(os, "copy_file_range", refuse(errno.EXDEV))
-
-    def rewrite(*arguments: Any) -> Any:
-        monkeypatch.setattr(os, way, real)
-        old = model.read_bytes()
-        at = old.index(tensors["t6"])
-        with open(model, "r+b") as file:
-            file.seek(at)
-            file.write(b"other bytes")
-        return real(*arguments)
-
-    monkeypatch.setattr(os, way, rewrite)
-    monkeypatch.setattr(copying, "_clone", lambda source, target: 0)
-    with pytest.raises(ModelError, match="modified"):
-        seed(model, directory, threads=0, index=index)
-    for name, data in files_in(directory).items():
-        assert name == name_of(data)
-    assert index.owners() == {}
-    changed = b"other bytes" + tensors["t6"][11:]
-    assert name_of(changed) in files_in(directory)
-    assert name_of(tensors["t6"]) not in files_in(directory)
-
-
 def test_an_index_that_is_wrong_about_the_model_makes_no_wrong_entry(
     model: Path, directory: Path, tensors: dict[str, bytes], index: HashIndex, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -362,18 +317,6 @@ def test_an_index_that_is_wrong_about_the_model_makes_no_wrong_entry(
     result = seed(model, directory, index=index)
     assert files_in(directory) == expected(tensors)
     assert (result.written, result.present) == (0, 5)
-
-
-@pytest.mark.parametrize("threads", [0, 2])
-def test_a_model_that_is_cut_short_meanwhile(
-    threads: int, model: Path, directory: Path, monkeypatch: pytest.MonkeyPatch, no_leaks: object
-) -> None:
-    with open_model(model) as opened:
-        os.truncate(model, 2000)
-        with pytest.raises(ModelError, match="shorter"):
-            seed(opened, directory, threads=threads, index=False)
-    for name, data in files_in(directory).items():
-        assert name == name_of(data)
 
 
 @pytest.mark.parametrize("threads", [0, 2])

@@ -39,7 +39,7 @@ def test_push_and_warm_say_which(
 
 def test_a_value_that_cannot_be_meant(invoke, small_gguf: Path) -> None:
     for verb in (("push", str(small_gguf), "127.0.0.1:1"), ("warm", str(small_gguf), "127.0.0.1:1"), ("serve",)):
-        invoke(*verb, GGML_RPC_LOAD_OPT="off").failed(2, "GGML_RPC_LOAD_OPT", "'off' is neither 1 (on) nor 0 (off)")
+        invoke(*verb, GGML_RPC_LOAD_OPT="maybe").failed(2, "GGML_RPC_LOAD_OPT", "'maybe' is neither 1 (on) nor 0 (off)")
 
 
 @pytest.mark.parametrize("by", ["option", "variable"])

@@ -117,7 +117,10 @@ def test_the_demo_over_rdma_listens_where_the_device_is(
     monkeypatch.setattr(demo, "EmbeddedServer", server)
     invoke("demo", "--size", "1MiB", "--transport", "rdma", "-q")
     invoke("demo", "--size", "1MiB", "-q")
-    assert asked == [("::1", ("--transport", "rdma")), ("127.0.0.1", ("--transport", "auto"))]
+    assert asked == [
+        ("::1", ("--transport", "rdma", "--optimized")),
+        ("127.0.0.1", ("--transport", "auto", "--optimized")),
+    ]
 
 
 def test_the_demo_requires_it_of_both_ends(spawn, finish) -> None:
