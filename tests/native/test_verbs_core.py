@@ -64,7 +64,7 @@ def test_under_sanitizers(tmp_path: Path, options: list[str]) -> None:
 def declared() -> set[str]:
     """The functions in the headers that the rest of the core and the modules may use."""
     text = "".join((CORE / "verbs" / name).read_text() for name in ("verbs.h", "link.h"))
-    return set(re.findall(r"^(?:struct \w+|int|void|const char) \*?(ww_\w+)\(", text, re.MULTILINE))
+    return set(re.findall(r"^(?:struct \w+|int|void|size_t|const char) \*?(ww_\w+)\(", text, re.MULTILINE))
 
 
 def defined(path: Path, folder: Path) -> set[str]:
