@@ -13,12 +13,10 @@ STAGES = {
     "ask": "asking",
     "staging": "staging",
     "wire": "wire",
-    "send": "sending",
     "wait": "stalls",
     "gap": "gaps",
-    "other": "other",
 }
-_COLOURS = ("#8c9fb1", "#d1605e", "#e7ca60", "#b07aa2", "#4c78a8", "#4c78a8", "#f1a243", "#bab0ac", "#d5d5d5")
+_COLOURS = ("#8c9fb1", "#d1605e", "#e7ca60", "#b07aa2", "#4c78a8", "#f1a243", "#bab0ac")
 
 
 def _pyplot() -> Any:

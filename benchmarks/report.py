@@ -70,6 +70,7 @@ SECTIONS: tuple[tuple[str, Mapping[str, str]], ...] = (
             "test_two_threads_hash[blocks]": "two threads, whole blocks of a model",
         },
     ),
+    ("Profiling", {"test_in_the_core": "a call of the clock while profiling is off"}),
     (
         "Opening and importing",
         {
@@ -113,7 +114,9 @@ METHOD = """\
 - *New* is weightwire, *old* is the plain way to load (`GGML_RPC_LOAD_OPT=0`): the same bytes on the wire, everything
   over 10 MiB hashed in line, one contiguous message per tensor, received whole and copied. *Stock* is the ggml RPC
   client and server as released; they do not say what their time went on.
-- *Threads* hash ahead for the cache: unset is one for each core, at most eight.
+- *Threads* hash ahead for the cache: unset is one for each core, at most eight. Two and four are measured with
+  new at both ends alone: a stock client has no such setting, the old one hashes in line, and it is the client that has
+  them, so old servers would show nothing else.
 - What was not measured says so. docs/performance.md has how each benchmark works."""
 
 
@@ -159,7 +162,7 @@ def _machines(results: Results) -> Iterator[str]:
         return ", ".join(dict.fromkeys(found)) or missing
 
     rows = [(label, values(name, NOT_MEASURED)) for name, label in MACHINE.items()]
-    rows += [(f"version of {name.replace('_', ' ')}", values(name, "not installed")) for name in VERSIONS]
+    rows += [(f"version of {name.replace('_', ' ')}", values(name, NOT_MEASURED)) for name in VERSIONS]
     rows.append(("measured", ", ".join(dict.fromkeys(results.dates)) or NOT_MEASURED))
     rows.append(("commit", ", ".join(dict.fromkeys(results.commits)) or NOT_MEASURED))
     yield _table(("what", "value"), rows)
@@ -272,6 +275,8 @@ def _seconds(value: object) -> str:
     found = number(value)
     if found is None:
         return NOT_MEASURED
+    if 0 < found < 0.5e-6:
+        return f"{found * 1e9:.1f} ns"
     return f"{found:.3f}" if found >= 0.0005 or found == 0 else f"{found * 1e6:.0f} µs"
 
 

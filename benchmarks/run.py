@@ -43,6 +43,7 @@ STEPS = (
     Step("import", 15, ("test_import.py",)),
     Step("gguf", 40, ("test_gguf_walk.py",)),
     Step("hashing", 45, ("test_hashing.py",)),
+    Step("profile", 15, ("test_profile.py", "-k", "in_the_core")),
     Step("cache", 130, ("test_cache.py", "-k", "blocks and (shaped or two_threads or index)")),
     Step("rdma", 120, ("test_rdma.py", "-k", "6.12")),
 )

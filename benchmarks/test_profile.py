@@ -9,7 +9,7 @@ import sys
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
@@ -41,7 +41,15 @@ def test_in_the_core(benchmark: BenchmarkFixture, tmp_path: Path) -> None:
 
     benchmark.pedantic(run, rounds=ROUNDS)
     ns = {name: median(values) for name, values in found.items()}
+    rounds = [nothing / off for nothing, off in zip(found["nothing"], found["off"], strict=True)]
     benchmark.extra_info.update(ns)
+    benchmark.extra_info.update(
+        subject="off",
+        rounds=len(rounds),
+        median_seconds={name: ns[name] / 1e9 for name in ("off", "nothing")},
+        times_as_fast_as={"nothing": median(rounds)},
+        quartiles_times_as_fast_as={"nothing": quantiles(rounds, n=4)[::2]},
+    )
     print(", ".join(f"{name} {value:.2f} ns" for name, value in ns.items()))
     assert set(ns) == {"warming", "nothing", "null", "off", "on"}
 

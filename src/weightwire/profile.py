@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from enum import IntEnum
+from functools import partial
+from types import MappingProxyType
 from typing import Any, Final
 
 __all__ = ["CommandStat", "LoadProfile", "Stage"]
@@ -50,7 +52,8 @@ class LoadProfile:
 
     ``side`` is ``"client"`` or ``"server"``, ``peer`` the other end as ``host:port``, ``transport`` ``"tcp"`` or
     ``"rdma"``, ``device`` the RDMA device (None on TCP), ``send_depth`` the most SENDs that were in flight at once (0
-    on TCP). ``measured`` is False where profiling was off: then times and the counts of requests are 0.
+    on TCP). ``measured`` is False where profiling was off: then all times and the counts
+    of requests are 0, and `lines` says that they were not measured.
 
     ``set_tensor_calls`` and ``set_tensor_bytes`` count SET_TENSOR requests (SET_TENSOR_2D too) and the bytes of data in
     them. ``span_ns`` is the time from the work for the first of them (or for the first question about one,
@@ -64,10 +67,11 @@ class LoadProfile:
 
     ``hits``, ``misses``, ``corrupt_hits`` (filled wrongly, and sent therefore) and ``bytes_saved`` are the cache's.
     ``copies`` and ``copied_bytes`` count what was copied by this side on its way, ``direct_bytes`` what was sent out of
-    registered memory; all three are 0 on a client's TCP connection. ``window_full`` counts waits for a free slot of
+    registered memory; on a client's TCP connection all three are 0, but that the plain way copies every tensor into its
+    message. ``window_full`` counts waits for a free slot of
     RDMA's send ring. ``busy_ns``, ``peer_limited_ns`` and ``buffer_limited_ns`` are the kernel's word on a client's TCP
     connection: how long it had data to send, and how long the receiver's window, or this end's send buffer, kept it
-    from sending. ``commands`` has a `CommandStat` for every command that was used.
+    from sending. ``commands`` has a `CommandStat` for every command that was used; it cannot be changed.
     """
 
     side: str = "client"
@@ -103,6 +107,14 @@ class LoadProfile:
     peer_limited_ns: int = 0
     buffer_limited_ns: int = 0
     commands: Mapping[str, CommandStat] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "commands", MappingProxyType(dict(self.commands)))
+
+    def __reduce__(self) -> tuple[Callable[[], LoadProfile], tuple[()]]:
+        # A read-only view can be neither pickled nor copied.
+        values: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)}
+        return partial(type(self), **{**values, "commands": dict(self.commands)}), ()
 
     @property
     def loaded(self) -> bool:
@@ -147,11 +159,14 @@ class LoadProfile:
         second). The last line names the bottleneck, if there was anything to measure.
         """
         over = self.transport if self.device is None else f"{self.transport} on {self.device}"
-        lines = [
-            f"{self.side}, connection with {self.peer or 'nobody'} over {over}",
-            f"  {self.set_tensor_calls} SET_TENSOR, {_amount(self.set_tensor_bytes)} in {_seconds(self.span_ns)}"
-            f"{_rate(self.set_tensor_bytes, self.span_ns)}",
-        ]
+        lines = [f"{self.side}, connection with {self.peer or 'nobody'} over {over}"]
+        if self.measured:
+            lines.append(
+                f"  {self.set_tensor_calls} SET_TENSOR, {_amount(self.set_tensor_bytes)} in {_seconds(self.span_ns)}"
+                f"{_rate(self.set_tensor_bytes, self.span_ns)}"
+            )
+        else:
+            lines.append(f"  {_amount(self.set_tensor_bytes)} in SET_TENSOR; times and requests were not measured")
         if self.hits or self.misses or self.corrupt_hits:
             wrong = f", {self.corrupt_hits} of it filled wrongly" if self.corrupt_hits else ""
             lines.append(
@@ -165,7 +180,7 @@ class LoadProfile:
         elif self.copies:
             lines.append(f"  {self.copies} copies of {_amount(self.copied_bytes)}")
         if not self.measured:
-            return [*lines, "  times were not measured"]
+            return lines
         lines += self._time_lines()
         if self.bottleneck is not None:
             lines.append(f"{self.bottleneck}: {_WORDS[self.side, self.bottleneck]}")
@@ -241,7 +256,7 @@ _LABELS: Final[Mapping[str, Mapping[str, str]]] = {
 
 _WORDS: Final[Mapping[tuple[str, str], str]] = {
     ("client", "source-bound"): "the time went on this side, before sending: reading the model, and gaps",
-    ("client", "hash-bound"): "the time went on hashing for the server's cache",
+    ("client", "hash-bound"): "the time went on hashing large tensors",
     ("client", "wire-bound"): "the time went on moving bytes",
     ("client", "server-bound"): "the time went on waiting for the server",
     ("server", "client-bound"): "the time went on waiting for the client, or for the network",

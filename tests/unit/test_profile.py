@@ -13,7 +13,8 @@ import pytest
 import weightwire
 from weightwire.config import profile_wanted
 from weightwire.errors import ConfigError
-from weightwire.profile import CommandStat, LoadProfile
+from weightwire.profile import CommandStat, LoadProfile, Stage
+from weightwire.transport.profiling import LoadRecorder
 
 NAMES = {
     *("side", "peer", "transport", "device", "send_depth", "measured", "set_tensor_calls", "set_tensor_bytes"),
@@ -35,6 +36,25 @@ def test_it_is_public_frozen_and_has_every_field() -> None:
     assert values["commands"] == {"SET_TENSOR": {"count": 2, "ns": 70}}
     assert pickle.loads(pickle.dumps(profile)) == copy.deepcopy(profile) == profile
     assert hash(profile) == hash(copy.deepcopy(profile))
+
+
+def test_its_commands_cannot_be_changed() -> None:
+    mine = {"SET_TENSOR": CommandStat(2, 70)}
+    profile = LoadProfile(commands=mine)
+    mine.clear()
+    for each in (profile, pickle.loads(pickle.dumps(profile)), copy.copy(profile), dataclasses.replace(profile)):
+        with pytest.raises(TypeError):
+            each.commands["HELLO"] = CommandStat(1, 1)  # type: ignore[index]
+        assert each.commands == {"SET_TENSOR": CommandStat(2, 70)}
+
+
+@pytest.mark.parametrize("side", ["client", "server"])
+def test_what_was_not_measured_is_not_said_to_be_nothing(side: str) -> None:
+    profile = LoadProfile(side=side, measured=False, set_tensor_bytes=60 << 20, misses=3)
+    assert profile.lines()[1:] == [
+        "  60.0 MiB in SET_TENSOR; times and requests were not measured",
+        "  server's cache: 0 hits, 3 misses, 0 bytes not sent",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -96,7 +116,7 @@ def test_lines_for_people() -> None:
     ):
         assert words in text
     assert "laying out" not in text
-    assert profile.lines()[-1] == "hash-bound: the time went on hashing for the server's cache"
+    assert profile.lines()[-1] == "hash-bound: the time went on hashing large tensors"
 
 
 def test_lines_over_rdma() -> None:
@@ -156,3 +176,12 @@ def test_a_variable_that_cannot_be_used_is_named(text: str) -> None:
         profile_wanted(None, {"GGML_RPC_LOADPROF": text})
     with pytest.raises(ConfigError, match="profile="):
         profile_wanted(text, {})
+
+
+def test_a_stage_that_fails_is_left() -> None:
+    recorder = LoadRecorder()
+    recorder.begin()
+    recorder.switch(Stage.ASK)
+    with pytest.raises(OSError, match="broken"), recorder.during(Stage.READ):
+        raise OSError("broken")
+    assert recorder.switch(Stage.GAP) == Stage.ASK

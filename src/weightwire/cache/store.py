@@ -222,12 +222,14 @@ class TensorCache:
         finally:
             os.close(fd)
 
-    def proved(self, content_hash: int, fd: int, nbytes: int) -> bool:
-        """Whether the ``nbytes`` bytes of the open entry are what its name says. If not, it goes to quarantine."""
+    def proved(self, content_hash: int, fd: int, nbytes: int) -> bool | None:
+        """Whether the ``nbytes`` bytes of the open entry are what its name says; None if they cannot be read. If not,
+        or None, it goes to quarantine.
+        """
         actual = self._hash(content_hash, fd, nbytes)
         if actual is not None and actual != content_hash:
             self.quarantine(content_hash, NOT_ITS_NAME, fd)
-        return actual == content_hash
+        return None if actual is None else actual == content_hash
 
     def _hash(self, content_hash: int, fd: int, nbytes: int) -> int | None:
         """The hash of the entry's first ``nbytes`` bytes; None, and it is in quarantine, if they cannot be read."""

@@ -288,6 +288,12 @@ class HashFeed:
     def __len__(self) -> int:
         return len(self._order)
 
+    def spent_before(self) -> int:
+        """What of the pool's ``spent_ns`` so far was not for this sender: nothing, if there is no other, however early
+        the threads began.
+        """
+        return 0 if len(self.pool._feeds) == 1 else self.pool.spent_ns
+
     def get(self, position: int, watch: Watch) -> int:
         """The hash of the payload at ``position``, waited for if need be.
 

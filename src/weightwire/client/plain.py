@@ -36,9 +36,8 @@ class PlainSender(Sender):
         asked = self._questions is not None and index in self._questions
         if not asked and tensor.nbytes > CACHE_THRESHOLD:
             self._hash(index, tensor)
-        previous = self._recorder.switch(Stage.STAGING)
-        message = self._message(index, tensor, head)
-        self._recorder.switch(previous)
+        with self._recorder.during(Stage.STAGING):
+            message = self._message(index, tensor, head)
         self._recorder.copies += 1
         self._recorder.copied_bytes += tensor.nbytes
 
@@ -54,9 +53,8 @@ class PlainSender(Sender):
         message[: len(head)] = head
         payload = self._payloads[index]
         if isinstance(payload, FileRange):
-            self._recorder.switch(Stage.READ)
-            read_range(payload, 0, message[len(head) :])
-            self._recorder.switch(Stage.STAGING)
+            with self._recorder.during(Stage.READ):
+                read_range(payload, 0, message[len(head) :])
         else:
             message[len(head) :] = payload.cast("B")
         return message
@@ -67,6 +65,5 @@ class PlainSender(Sender):
         def watch() -> None:
             self._channel.check_peer("hashing", tensor=tensor.name)
 
-        previous = self._recorder.switch(Stage.HASH)
-        hash_payloads([self._payloads[index]], check=watch, plain=True)
-        self._recorder.switch(previous)
+        with self._recorder.during(Stage.HASH):
+            hash_payloads([self._payloads[index]], check=watch, plain=True)

@@ -124,7 +124,7 @@ def _push(
     recorder, device = channel.recorder, options.device
     recorder.sample()
     before = recorder.profile()
-    hashed_before = 0 if hashes is None else hashes.pool.spent_ns
+    hashed_before = 0 if feed is None else feed.spent_before()
     recorder.switch(Stage.ALLOC)
     placed = place(channel, tensors, device, owned)
     recorder.switch(Stage.GAP)

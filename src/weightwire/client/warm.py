@@ -190,7 +190,7 @@ def _warm(
     started = time.perf_counter()
     recorder = channel.recorder
     recorder.sample()
-    before, hashed_before = recorder.profile(), hashes.pool.spent_ns
+    before, hashed_before = recorder.profile(), feed.spent_before()
     recorder.switch(Stage.ALLOC)
     devices.check_device(channel, device, devices.device_count(channel))
     limit = min(devices.max_size(channel, device), devices.MAX_BUFFER)

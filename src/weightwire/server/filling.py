@@ -216,11 +216,10 @@ class Filler:
         fd, located = question.fd, question.located
         hashed = cache.verify == "content"
         if hashed:
-            previous = self._recorder.switch(Stage.HASH)
-            proved = cache.proved(question.content_hash, fd, question.nbytes)
-            self._recorder.switch(previous)
+            with self._recorder.during(Stage.HASH):
+                proved = cache.proved(question.content_hash, fd, question.nbytes)
             if not proved:
-                self._recorder.corrupt_hits += 1
+                self._recorder.corrupt_hits += proved is False  # one that cannot be read is none
                 return False
         question.placed = located.buffer.begin(located)
         filled = False

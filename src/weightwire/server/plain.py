@@ -8,8 +8,10 @@ what is checked: a header before there is memory for its payload, an entry befor
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
+from collections.abc import Iterator
 from typing import Final
 
 from weightwire.cache.reading import EntryChanged, ReadingStopped, read_exactly
@@ -25,6 +27,7 @@ from weightwire.server.populate import PopulateJob, Populator
 from weightwire.server.receive import Receiver
 from weightwire.server.staging import STAGING_BYTES, rows_of
 from weightwire.transport.memory import HostRegion, cleared_memory
+from weightwire.transport.profiling import LoadRecorder
 
 __all__ = ["NoPopulator", "PlainFiller", "PlainReceiver", "PlainSaver"]
 
@@ -44,10 +47,11 @@ class NoPopulator(Populator):
 
 
 class PlainSave(Save):
-    """One tensor that is hashed and written when it is complete."""
+    """One tensor that is hashed and written when it is complete; ``recorder`` is told that it is hashed."""
 
     def __init__(self, saver: PlainSaver, window: memoryview) -> None:
         super().__init__(saver, window.nbytes, window)
+        self.recorder: LoadRecorder | None = None
         self._plain = saver
 
     def landed(self, end: int) -> None:
@@ -57,7 +61,7 @@ class PlainSave(Save):
         """All of it is in place: keep it, before the next request is read."""
         window, self._window = self._window, None
         if window is not None:
-            self._plain.keep(window)
+            self._plain.keep(self, window)
 
     def abandon(self) -> None:
         """It did not arrive."""
@@ -70,6 +74,12 @@ class PlainSaver(Saver):
     def __init__(self, cache: TensorCache, workers: Workers) -> None:
         super().__init__(cache, workers)
         self._until: float | None = None
+        self._keeping = 0
+
+    def counts(self) -> tuple[int, int, int]:
+        """As of `Saver`: what has arrived and is neither is being kept by the thread that received it."""
+        with self.condition:
+            return self._stored, self._lost, self._keeping
 
     def begin(self, window: memoryview) -> Save | None:
         """Keep the tensor that will be received into ``window``."""
@@ -77,20 +87,39 @@ class PlainSaver(Saver):
 
     def put(self, writer: CacheWriter, content_hash: int, nbytes: int) -> None:
         """Sync what ``writer`` has written, and put it in place."""
-        with writer:
-            if writer.fd >= 0 and not self._cache.holds_file(content_hash, writer.fd, nbytes):
-                writer.commit(content_hash)
+        with writer, self._counted(Save(self, nbytes, None)) as save:
+            if writer.fd >= 0 and self._cache.holds_file(content_hash, writer.fd, nbytes):
+                save.lost = False
+            else:
+                save.stored = writer.commit(content_hash)
 
-    def keep(self, window: memoryview) -> None:
+    def keep(self, save: PlainSave, window: memoryview) -> None:
         """Make an entry of a tensor in memory, unless there is one. ReadingStopped if the server ends meanwhile."""
-        content_hash = hash_payloads([window], check=self.check, plain=True)[0]
-        if self._cache.holds(content_hash, window):
-            return
-        with self._cache.writer() as writer:
-            for start in range(0, window.nbytes, _PIECE):
-                self.check()
-                writer.write(window[start : start + _PIECE])
-            writer.commit(content_hash)
+        with self._counted(save):
+            hashing = contextlib.nullcontext() if save.recorder is None else save.recorder.during(Stage.HASH)
+            with hashing:
+                content_hash = hash_payloads([window], check=self.check, plain=True)[0]
+            if self._cache.holds(content_hash, window):
+                save.lost = False
+                return
+            with self._cache.writer() as writer:
+                for start in range(0, window.nbytes, _PIECE):
+                    self.check()
+                    writer.write(window[start : start + _PIECE])
+                save.stored = writer.commit(content_hash)
+
+    @contextlib.contextmanager
+    def _counted(self, save: Save) -> Iterator[Save]:
+        """Count ``save`` as on its way inside, and afterwards as what it came to: lost, unless somebody says else."""
+        save.lost = True
+        with self.condition:
+            self._keeping += 1
+        try:
+            yield save
+        finally:
+            with self.condition:
+                self._keeping -= 1
+                self._count(save)
 
     def hurry(self) -> None:
         """The server ends: what is at hand may still be finished, if that is soon."""
@@ -115,6 +144,8 @@ class PlainReceiver(Receiver):
         return payload
 
     def _into_memory(self, block: Block, window: memoryview, start: int, save: Save | None) -> None:
+        if isinstance(save, PlainSave):
+            save.recorder = self._recorder
         _copy(self._whole(window.nbytes), window)
 
     def _into_hook(self, destination: Destination, start: int, nbytes: int, writer: CacheWriter | None) -> int:
@@ -124,7 +155,8 @@ class PlainReceiver(Receiver):
             return FNV_OFFSET
         check = self._saver.check if isinstance(self._saver, PlainSaver) else None
         writer.write(payload)
-        return hash_payloads([payload], check=check, plain=True)[0]
+        with self._recorder.during(Stage.HASH):
+            return hash_payloads([payload], check=check, plain=True)[0]
 
     def _rows(self, block: Block, start: int, row: int, rows: int, stride: int) -> None:
         packed = self._whole(row * rows)
@@ -164,14 +196,14 @@ class PlainFiller(Filler):
             try:
                 content = self._read(fd, nbytes)
             except OSError as error:
-                self._recorder.corrupt_hits += 1
                 cache.failed(content_hash, fd, error)
                 return False
             if cache.verify == "content" and self._hash(content) != content_hash:
                 self._recorder.corrupt_hits += 1
                 cache.quarantine(content_hash, NOT_ITS_NAME, fd)
                 return False
-            self._fill(question, content)
+            with self._recorder.during(Stage.STAGING):
+                self._fill(question, content)
             cache.used(fd)
             return True
         finally:
@@ -180,22 +212,20 @@ class PlainFiller(Filler):
     def _read(self, fd: int, nbytes: int) -> memoryview:
         """The whole entry. EntryChanged if it is written to meanwhile, OSError if it cannot be read."""
         before = os.fstat(fd)
-        content = cleared_memory(nbytes, "an entry of the cache")
-        previous = self._recorder.switch(Stage.READ)
-        for start in range(0, nbytes, _PIECE):
-            self._check()
-            read_exactly(fd, content[start : start + _PIECE], start)
-        self._recorder.switch(previous)
+        with self._recorder.during(Stage.STAGING):
+            content = cleared_memory(nbytes, "an entry of the cache")
+        with self._recorder.during(Stage.READ):
+            for start in range(0, nbytes, _PIECE):
+                self._check()
+                read_exactly(fd, content[start : start + _PIECE], start)
         after = os.fstat(fd)
         if (after.st_size, after.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
             raise EntryChanged("it was written to while it was read")
         return content
 
     def _hash(self, content: memoryview) -> int:
-        previous = self._recorder.switch(Stage.HASH)
-        digest = hash_payloads([content], check=self._check, plain=True)[0]
-        self._recorder.switch(previous)
-        return digest
+        with self._recorder.during(Stage.HASH):
+            return hash_payloads([content], check=self._check, plain=True)[0]
 
     def _fill(self, question: Question, content: memoryview) -> None:
         """Copy an entry that has been checked to the tensor's place."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
 from weightwire._native import _profile
@@ -49,6 +50,15 @@ class LoadRecorder(_profile.Profile):
         self._limits = (0, 0, 0)
         self._stream: ByteStream | None = None
 
+    @contextlib.contextmanager
+    def during(self, stage: Stage) -> Iterator[None]:
+        """Inside: ``stage``; afterwards, and if it fails, what was before. For what takes longer than entering it."""
+        previous = self.switch(stage)
+        try:
+            yield
+        finally:
+            self.switch(previous)
+
     def watch(self, stream: ByteStream) -> None:
         """``stream`` is what carries the connection from here on; it tells the clock when it waits."""
         self._stream = stream
@@ -90,7 +100,7 @@ class LoadRecorder(_profile.Profile):
             alloc_ns=spent[Stage.ALLOC],
             verify_ns=spent[Stage.VERIFY],
             index_ns=spent[Stage.INDEX],
-            hash_thread_ns=self.hash_thread_ns,
+            hash_thread_ns=self.hash_thread_ns if self.on else 0,
             hits=self.hits,
             misses=self.misses,
             corrupt_hits=self.corrupt_hits,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from support.require import do_without
+
+from weightwire.profile import LoadProfile
 
 
 def cells(text: str, *begin: str) -> list[list[str]]:
@@ -51,6 +54,23 @@ def test_a_state_that_was_not_measured_has_its_table(report: str) -> None:
     assert cells(section(report, "No cache"), "new", "new", "2") == []
 
 
+def test_plots_stack_the_stages_that_profiles_have() -> None:
+    import plots
+    import report as module
+
+    fields = {field.name for field in dataclasses.fields(LoadProfile)}
+    assert list(plots.STAGES) == list(module.COLUMNS)[1:]
+    assert {f"{stage}_ns" for stage in plots.STAGES} <= fields
+    assert len(plots.STAGES) == len(plots._COLOURS) == len(set(plots._COLOURS))
+
+
+def test_times_of_a_few_nanoseconds_are_told() -> None:
+    import report as module
+
+    assert module._seconds(1.94e-9) == "1.9 ns"
+    assert module._seconds(2e-6) == "2 µs"
+
+
 def test_ratios(report: str) -> None:
     push = section(report, "Pushing 1 GiB over loopback, no cache")
     first, second = cells(push, "876 tensors in a 27B model's proportions")
@@ -70,7 +90,7 @@ def test_the_machine(script: Callable, write: Callable, benchmarks: dict, tmp_pa
     for row in (["processor", "Some CPU"], ["cores", "2"], ["memory", "8.0 GiB"], ["measured", "2030-01-02"]):
         assert row in cells(table)
     assert ["commit", "0123456789ab"] in cells(table)
-    assert ["version of torch", "not installed"] in cells(table)
+    assert ["version of torch", "not measured"] in cells(table)
     # Whatever else a file says of the machine, it is not told.
     path = write(benchmarks, node="my-host", path="/srv/somebody")
     script("report.py", path, "--out", tmp_path, "--no-plots")

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 from support.fakeverbs import FakeVerbs
-from support.leaks import LeakCheck
+from support.leaks import LeakCheck, eventually
 from support.profiles import assert_adds_up
 
 from weightwire import Connection, LoadProfile, Server, connect, push_all, warm
@@ -102,6 +102,30 @@ def test_cold_warm_and_without_a_cache(server: Server, file: Path, kind: str, th
     assert connection.profile.span_ns == whole.span_ns, "also when it is closed"
 
 
+@pytest.mark.parametrize("call", ["push", "warm"])
+def test_threads_that_are_done_before_the_first_request_are_counted(
+    server: Server, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """However fast they are: the only sender of hashes is told all that was spent on them."""
+    real = hashpool.HashPool.start
+
+    def start_and_finish(pool: hashpool.HashPool) -> None:
+        real(pool)
+        assert eventually(lambda: pool.spent_ns > 0 and len(pool.results()) == 3)
+
+    monkeypatch.setattr(hashpool.HashPool, "start", start_and_finish)
+    options: dict[str, Any] = {"threads": 2, "index": False}
+    if call == "push":
+        with connect(server.endpoints[0], timeout=60) as connection:
+            profile = pushed(connection, **options)
+    else:
+        (warmed,) = warm(ARRAYS, server.endpoints[0], **options)
+        assert warmed.summary is not None
+        profile = warmed.summary.profile
+    assert profile.misses == 3
+    assert profile.hash_thread_ns > 0
+
+
 def test_a_new_connection_has_nothing_of_the_last_one(server: Server) -> None:
     with connect(server.endpoints[0]) as first:
         pushed(first)
@@ -179,13 +203,10 @@ def test_off_measures_no_time_and_counts_the_cache(server: Server) -> None:
         profile = summary.profile
         assert not profile.measured
         assert profile == connection.profile
-        assert profile == LoadProfile(
-            peer=connection.endpoint, measured=False, misses=3, set_tensor_bytes=TOTAL,
-            hash_thread_ns=profile.hash_thread_ns,
-        )  # fmt: skip
+        assert profile == LoadProfile(peer=connection.endpoint, measured=False, misses=3, set_tensor_bytes=TOTAL)
         assert (summary.hits, summary.misses, summary.sent) == (0, 3, TOTAL)
         assert summary.seconds > summary.verify_seconds > 0
-        assert profile.lines()[-1] == "  times were not measured"
+        assert profile.lines()[1].endswith("; times and requests were not measured")
 
 
 def test_several_servers(server: Server) -> None:
@@ -242,15 +263,19 @@ SLOW = 1.5
 
 
 def test_source_bound(server: Server, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read = sources._read
+    read = sources.read_range
+    slept: list[None] = []
 
     def slowly(*arguments: Any) -> memoryview:
-        time.sleep(SLOW / 3)
+        if len(slept) < 3:
+            slept.append(None)
+            time.sleep(SLOW / 3)
         return read(*arguments)
 
-    monkeypatch.setattr(sources, "_read", slowly)
+    monkeypatch.setattr(sources, "read_range", slowly)
     with connect(server.endpoints[0]) as connection:
         profile = pushed(connection, file, cache="never", read="read", include="large")
+    assert len(slept) == 3
     assert profile.bottleneck == "source-bound"
     assert profile.read_ns > profile.span_ns // 2
 

@@ -210,7 +210,10 @@ def test_a_server_that_ends_does_not_wait_for_ever(
     with RawClient(server.port) as client:
         client.set(client.place("t", BIG, client.allocate(BIG)), PAYLOAD, flag=1)
         assert begun.wait(30)
+        assert server.stats().cache_pending == 1
         server.close()
         assert client.closed()
     assert eventually(lambda: not server.clients)
     assert os.listdir(tmp_path) == []
+    stats = server.stats()
+    assert (stats.cache_saved, stats.cache_save_failures, stats.cache_pending) == (0, 1, 0)

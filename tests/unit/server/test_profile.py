@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,9 +19,10 @@ from support.profiles import assert_adds_up
 from support.raw_client import RawClient
 
 from weightwire import LoadProfile, connect
-from weightwire.cache import reading
-from weightwire.errors import ConfigError
-from weightwire.server import HostMemory, Server, filling
+from weightwire.cache import reading, store
+from weightwire.errors import ConfigError, ModelError
+from weightwire.ranges import FileRange
+from weightwire.server import HostMemory, Server, filling, plain
 from weightwire.wire.commands import Command
 
 MIB = 1 << 20
@@ -103,6 +106,61 @@ def test_an_entry_that_is_wrong_is_counted(start: Start, tmp_path: Path) -> None
     entry.write_bytes(data)
     profile = load(server, found)
     assert (profile.hits, profile.misses, profile.corrupt_hits) == (0, 1, 1)
+    assert_adds_up(profile)
+
+
+@pytest.mark.parametrize("hook", [False, True], ids=["memory", "hook"])
+def test_the_plain_way(start: Start, tmp_path: Path, hook: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its stages add up too, and each of its costs is where the other way's is: hashing, reading, copying."""
+    slow = 0.3
+
+    def slowed(real: Callable[..., Any]) -> Callable[..., Any]:
+        def slowly(*arguments: Any, **options: Any) -> Any:
+            time.sleep(slow)
+            return real(*arguments, **options)
+
+        return slowly
+
+    for name in ("hash_payloads", "read_exactly", "_copy", "_hand_over", "cleared_memory"):
+        monkeypatch.setattr(plain, name, slowed(getattr(plain, name)))
+    least = int(slow * 1e9)
+    options = {"include": "large"}
+    server, found = start(cache=tmp_path / "cache", destination=Hook if hook else None, optimized=False)
+    cold = load(server, found, **options)
+    assert_adds_up(cold)
+    assert (cold.hits, cold.misses) == (0, 1)
+    assert cold.hash_ns >= least
+    assert cold.staging_ns >= 2 * least, "a message that is cleared, and copied to its place"
+    assert (cold.read_ns, cold.ask_ns < least) == (0, True)
+    warm = load(server, found, **options)
+    assert_adds_up(warm)
+    assert (warm.hits, warm.misses) == (1, 0)
+    assert warm.hash_ns >= least
+    assert warm.read_ns >= 2 * least, "two pieces"
+    assert warm.staging_ns >= 2 * least, "memory for the whole entry, and its copy"
+    assert warm.ask_ns < least, "the copy is no looking up"
+
+
+@pytest.mark.parametrize("optimized", [True, False])
+@pytest.mark.parametrize("hook", [False, True], ids=["memory", "hook"])
+def test_an_entry_that_cannot_be_read_is_missed_and_not_wrong(
+    start: Start, tmp_path: Path, hook: bool, optimized: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, found = start(cache=tmp_path / "cache", destination=Hook if hook else None, optimized=optimized)
+    load(server, found)
+    load(server, found)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def no_hash(payload: FileRange) -> int:
+        raise ModelError(f"{payload.path}: {os.strerror(errno.EIO)}")
+
+    monkeypatch.setattr(plain, "read_exactly", fail)
+    monkeypatch.setattr(reading, "read_fnv1a64", fail)
+    monkeypatch.setattr(store, "hash_payload", no_hash)
+    profile = load(server, found)
+    assert (profile.hits, profile.misses, profile.corrupt_hits) == (0, 1, 0)
     assert_adds_up(profile)
 
 

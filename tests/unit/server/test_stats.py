@@ -329,14 +329,16 @@ def test_a_bad_entry(tmp_path: Path, no_leaks: LeakCheck) -> None:
     assert server.stats().cache_corrupt == 1
 
 
+@pytest.mark.parametrize("optimized", [True, False], ids=["optimised", "plain"])
 @pytest.mark.parametrize("hook", [False, True], ids=["host memory", "destination"])
-def test_saved_once(tmp_path: Path, hook: bool) -> None:
+def test_saved_once(tmp_path: Path, hook: bool, optimized: bool) -> None:
     class Memory(weightwire.server.HostMemory):
         """Not the class itself, so not written past."""
 
     payload = os.urandom(11 << 20)
     destination = (lambda nbytes, device: Memory(nbytes)) if hook else None
-    with Server(port=0, cache=tmp_path, memory=1 << 26, destination=destination) as server:
+    options = {"destination": destination, "optimized": optimized}
+    with Server(port=0, cache=tmp_path, memory=1 << 26, **options) as server:
         for _ in range(2):
             with RawClient(server.port) as client:
                 push(client, "large", payload, flag=1)
@@ -347,13 +349,15 @@ def test_saved_once(tmp_path: Path, hook: bool) -> None:
     assert os.listdir(tmp_path) == [entry_name(fnv1a64(payload))]
 
 
+@pytest.mark.parametrize("optimized", [True, False], ids=["optimised", "plain"])
 @pytest.mark.parametrize("hook", [False, True], ids=["host memory", "destination"])
-def test_what_cannot_be_saved(tmp_path: Path, hook: bool) -> None:
+def test_what_cannot_be_saved(tmp_path: Path, hook: bool, optimized: bool) -> None:
     class Memory(weightwire.server.HostMemory):
         """As above."""
 
     destination = (lambda nbytes, device: Memory(nbytes)) if hook else None
-    with Server(port=0, cache=tmp_path / "cache", memory=1 << 26, destination=destination) as server:
+    options = {"destination": destination, "optimized": optimized}
+    with Server(port=0, cache=tmp_path / "cache", memory=1 << 26, **options) as server:
         shutil.rmtree(tmp_path / "cache")
         with RawClient(server.port) as client:
             push(client, "large", bytes(11 << 20), flag=1)
