@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -22,6 +24,9 @@ _log = logging.getLogger(__name__)
 
 _LOOK: Final = 0.2
 """Seconds between two looks around while a hash is waited for: a tensor can take minutes."""
+
+_SPARE: Final = 4
+"""Of so many threads one may take SHA-256 as well: the CPUs of the others are for those who send, and receive."""
 
 Payload = FileRange | memoryview
 Watch = Callable[[], object]
@@ -48,9 +53,10 @@ class HashPool:
     ``digest`` are the numbers whose SHA-256 is wanted, too. It costs several times the hash, and nobody waits for it:
     both are taken in one pass as long as everybody finds his hashes ready, and a pass goes on with the hash alone once
     somebody does not; one thread in four may do so at once. What was passed over is read again for it, with ``behind``,
-    while it is being sent. What has none by then goes without. ``group`` payloads are hashed together by one thread,
-    but for those numbered ``blocks``, which are read ahead in large blocks. ``plain`` hashes byte by
-    byte. Who wants hashes makes a `feed` before `start`.
+    while it is being sent; with fewer than four threads by one more, which has the CPUs when nobody else wants them.
+    What has none by then goes without. ``group`` payloads are hashed together by one thread, but for those numbered
+    ``blocks``, which are read ahead in large blocks. ``plain`` hashes byte by byte. Who wants hashes makes a `feed`
+    before `start`.
 
     `start` and `close` belong to one ``try`` and its ``finally``: an interrupt may come at any moment. The first
     failure of any thread is raised to everybody who asks afterwards.
@@ -105,8 +111,11 @@ class HashPool:
     def start(self) -> None:
         """Begin with the first payloads of every feed."""
         work = sum(state is _State.WAITING for state in self._state)
-        for number in range(min(self._count, work)):
-            thread = threading.Thread(target=self._work, name=f"weightwire-hash-{number}")
+        tasks: list[Callable[[], None]] = [self._work] * min(self._count, work)
+        if 0 < self._count < _SPARE and self._wanted and self._may_read_behind:
+            tasks.append(self._work_behind)
+        for number, task in enumerate(tasks):
+            thread = threading.Thread(target=task, name=f"weightwire-hash-{number}")
             self._threads.append(thread)
             try:
                 thread.start()
@@ -164,11 +173,12 @@ class HashPool:
                     return
             watch()
 
-    def _work(self) -> None:
+    def _work(self, take: Callable[[], tuple[list[int], bool] | None] | None = None) -> None:
+        take = take or self._take
         try:
             while True:
                 with self._changed:
-                    while (task := self._take()) is None:
+                    while (task := take()) is None:
                         if self._closed:
                             return
                         self._changed.wait()
@@ -182,6 +192,13 @@ class HashPool:
                 self._failure = self._failure or error
                 self._changed.notify_all()
 
+    def _work_behind(self) -> None:
+        """Take SHA-256 alone, in time that the CPUs have left."""
+        # Linux has a nice value for each thread (sched(7)); it may always be raised.
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        self._work(self._take_behind)
+
     def _stop_if_closed(self) -> None:
         if self._closed or self._failure is not None:
             raise _Cancelled
@@ -194,8 +211,7 @@ class HashPool:
         """Payloads to do next, and whether for both hashes; None if there is nothing to do. The lock is held."""
         if self._closed or self._failure is not None:
             return None
-        # One thread in four: the others' CPUs are for those who send, and receive.
-        calm = bool(self._wanted) and 4 * self._digesting < self._count and not self._pressed()
+        calm = bool(self._wanted) and _SPARE * (self._digesting + 1) <= self._count and not self._pressed()
         for step in range(len(self._feeds)):
             feed = self._feeds[(self._turn + step) % len(self._feeds)]
             indices = feed._take(1 if calm else self._group)
@@ -208,6 +224,13 @@ class HashPool:
             self._digesting += 1
             return [self._behind.popleft()], True
         return None
+
+    def _take_behind(self) -> tuple[list[int], bool] | None:
+        """The next payload that is read again for its SHA-256. The lock is held."""
+        if self._closed or self._failure is not None or not self._behind or self._pressed():
+            return None
+        self._digesting += 1
+        return [self._behind.popleft()], True
 
     def _run(self, indices: list[int], both: bool) -> None:
         started = time.monotonic_ns()

@@ -202,7 +202,7 @@ def test_both_hashes_come_of_one_pass_where_nobody_waits(monkeypatch: pytest.Mon
     passes = Passes(monkeypatch)
     passes.go.release(99)
     payloads = numbered(4)
-    pool = HashPool(payloads, threads=1, digest=[1, 2, 3])
+    pool = HashPool(payloads, threads=4, digest=[1, 2, 3])
     feed = pool.feed(range(4), 200)
     pool.start()
     assert eventually(lambda: pool.hash_of(1) is not None)
@@ -225,7 +225,7 @@ def test_a_pass_goes_on_without_the_digest_once_somebody_waits(
 ) -> None:
     passes = Passes(monkeypatch)
     payloads = numbered(4)
-    pool = HashPool(payloads, threads=1, digest=range(4))
+    pool = HashPool(payloads, threads=4, digest=range(4))
     feed = pool.feed(range(4), 200)
     pool.start()
     assert eventually(lambda: pool.hash_of(1) is not None)
@@ -237,6 +237,26 @@ def test_a_pass_goes_on_without_the_digest_once_somebody_waits(
     pool.close()
     assert passes.begun == [2], "the last was urgent"
     assert pool.results() == {at: (fnv1a64(payloads[at]), b"") for at in range(4)}
+
+
+def test_few_threads_leave_digests_to_one_that_gives_way(monkeypatch: pytest.MonkeyPatch, no_leaks: LeakCheck) -> None:
+    """Hashing and sending never share the CPUs with a SHA-256 there, unless they leave some."""
+    passes = Passes(monkeypatch)
+    passes.go.release(99)
+    payloads = numbered(6)
+    pool = HashPool(payloads, threads=2, digest=range(6))
+    feed = pool.feed(range(6), MANY)
+    pool.start()
+    assert eventually(lambda: pool.hash_of(5) is not None)
+    nice = sorted(os.getpriority(os.PRIO_PROCESS, thread.native_id or 0) for thread in pool._threads)
+    assert nice == [nice[0], nice[0], 19]
+    assert passes.begun == []
+    for at in range(6):
+        feed.get(at, nothing)
+        feed.release(at, sent=True)
+    assert eventually(lambda: all(digest for _, digest in pool.results().values()))
+    assert pool.results() == {at: both_of(payloads[at]) for at in range(6)}
+    pool.close()
 
 
 @pytest.mark.parametrize("behind", [True, False])
