@@ -125,7 +125,8 @@ def test_nothing_of_one_machine(tree, files):
         "unfinished work": rf"\b(?:{'TO' + 'DO'}|{'FIX' + 'ME'}|{'X' * 3})\b|{'NotImplemented' + 'Error'}",
     }
     found = []
-    for path in files:
+    # In the compressed pixels of an image any three letters may come together.
+    for path in (path for path in files if path.suffix != ".png"):
         text = (tree / path).read_bytes().decode(errors="replace")
         for what, pattern in wanted.items():
             found += [f"{path}: {what}: {match[0]}" for match in re.finditer(pattern, text)]
