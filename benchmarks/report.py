@@ -61,13 +61,34 @@ SECTIONS: tuple[tuple[str, Mapping[str, str]], ...] = (
             "test_cache[blocks-shaped-warm, index]": "warm, with the index of hashes",
         },
     ),
-    ("Through the cache, on loopback", {"test_cache[blocks-loopback-warm, index]": "warm, with the index of hashes"}),
+    (
+        "Through the cache, on loopback",
+        {
+            "test_cache[blocks-loopback-no cache]": "no cache",
+            "test_cache[blocks-loopback-cold]": "cold",
+            "test_cache[blocks-loopback-warm]": "warm",
+            "test_cache[blocks-loopback-warm, index]": "warm, with the index of hashes",
+        },
+    ),
+    (
+        "A server filling 1 GiB from its cache",
+        {
+            "test_hits[64 x 16 MiB-content]": "64 entries, size and hash checked",
+            "test_hits[16 x 64 MiB-content]": "16 entries, size and hash checked",
+            "test_hits[1 x 1 GiB-content]": "one entry, size and hash checked",
+            "test_hits[64 x 16 MiB-size]": "64 entries, size checked",
+            "test_hits[16 x 64 MiB-size]": "16 entries, size checked",
+            "test_hits[1 x 1 GiB-size]": "one entry, size checked",
+        },
+    ),
+    ("Seeding a cache directory, in memory", {"test_seeding": "128 MiB in 8 tensors"}),
     (
         "Hashing",
         {
             "test_one_buffer[64 MiB]": "one buffer of 64 MiB, the fastest way of this processor",
             "test_many_buffers[8 MiB]": "eight buffers of 8 MiB in one call",
-            "test_two_threads_hash[blocks]": "two threads, whole blocks of a model",
+            "test_two_threads": "two threads, 64 tensors of 16 MiB in memory",
+            "test_two_threads_hash[blocks]": "two threads, whole blocks of a model in a file",
         },
     ),
     ("Profiling", {"test_in_the_core": "a call of the clock while profiling is off"}),
@@ -90,7 +111,7 @@ SECTIONS: tuple[tuple[str, Mapping[str, str]], ...] = (
 #: Benchmarks without a fixed list of variants: by the beginning of their names, the section that they are added to.
 MORE = {"test_one_buffer": "Hashing", "test_many_buffers": "Hashing", "test_ten_buffers_against_one": "Hashing"}
 MORE |= dict.fromkeys(("test_push_over_rdma", "test_registration"), SECTIONS[-1][0])
-MORE |= {"test_file_ranges": "Hashing", "test_two_threads": "Hashing"}
+MORE |= {"test_file_ranges": "Hashing"}
 OTHERS = "Others"
 MACHINE = {
     "cpu": "processor",
