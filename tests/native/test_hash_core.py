@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+from prepare.packages import ARM_TOOLS
 from support.require import do_without
 
 from weightwire import cpu_features
@@ -31,8 +33,8 @@ def can_run(folder: Path, options: list[str]) -> bool:
     return subprocess.run([str(folder / "probe")], capture_output=True, check=False).returncode == 0
 
 
-def compile_c(sources: list[Path], options: list[str], program: Path) -> None:
-    command = [CC, *FLAGS, *options, "-o", str(program), *map(str, sources)]
+def compile_c(sources: list[Path], options: list[str], program: Path, compiler: str = CC) -> None:
+    command = [compiler, *FLAGS, *options, "-o", str(program), *map(str, sources)]
     built = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
     assert built.returncode == 0, built.stderr
 
@@ -50,6 +52,20 @@ def test_every_variant(tmp_path: Path, options: list[str]) -> None:
     assert run.returncode == 0, run.stderr
     assert run.stderr == ""
     assert tuple(run.stdout.split()) == cpu_features().offered
+
+
+@pytest.mark.parametrize("level", ["-O1", "-O3"])
+def test_the_variant_of_arm_on_an_emulated_one(tmp_path: Path, level: str) -> None:
+    """The same program as in `test_every_variant`, for the other processor there are wheels for."""
+    compiler, emulator = ARM_TOOLS
+    for tool in ARM_TOOLS:
+        if shutil.which(tool) is None:
+            do_without("an emulated 64-bit Arm processor", f"{tool} is not on the path")
+    compile_c(SOURCES, [level, "-static"], tmp_path / "driver", compiler)
+    command = [emulator, str(tmp_path / "driver")]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    assert (run.returncode, run.stderr) == (0, "")
+    assert run.stdout.split() == ["neon", "plain"]
 
 
 def test_threads_that_hash_first_at_once(tmp_path: Path) -> None:

@@ -16,6 +16,11 @@ _QUIET = {"DEBIAN_FRONTEND": "noninteractive"}
 #: tree is checked as git has it.
 _TOOLS = {"g++": "g++", "git": "git"}
 
+#: A compiler for 64-bit Arm, and what runs its programs on another processor.
+_ARM = ("gcc-aarch64-linux-gnu", "libc6-dev-arm64-cross", "qemu-user-static")
+ARM_TOOLS = ("aarch64-linux-gnu-gcc", "qemu-aarch64-static")
+"""The commands of those."""
+
 
 def not_installed(packages: Sequence[str]) -> list[str]:
     """Those of ``packages`` that are not installed. Raises CannotPrepare where there is no apt."""
@@ -44,6 +49,12 @@ def prepare_tools() -> None:
     if missing and not shutil.which("apt-get"):
         raise CannotPrepare(f"{' and '.join(missing)} are missing and there is no apt-get to install them")
     install(missing)
+
+
+def prepare_arm() -> None:
+    """Install what shows that Arm's variant of the hasher is right. Raises CannotPrepare."""
+    if not all(map(shutil.which, ARM_TOOLS)):
+        install(not_installed(_ARM))
 
 
 def with_fresh_lists(command: list[str], *, what: str) -> None:
