@@ -87,7 +87,9 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the steps, write the report, return the exit code."""
     parser = argparse.ArgumentParser(description="Measure everything that the report shows, and write the report.")
-    parser.add_argument("--budget", type=float, default=BUDGET, metavar="SECONDS", help=f"for all of it (default: {BUDGET})")
+    parser.add_argument(
+        "--budget", type=float, default=BUDGET, metavar="SECONDS", help=f"for all of it (default: {BUDGET})"
+    )
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="rounds that count (default: 3)")
     parser.add_argument("--only", nargs="+", choices=[step.name for step in STEPS], help="these steps")
     parser.add_argument("--no-report", action="store_true", help="leave REPORT.md as it is")
