@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -20,6 +21,9 @@ from prepare import peers  # noqa: E402
 from weightwire.model.synthetic import write_synthetic_gguf  # noqa: E402
 
 NBYTES = 1 << 30
+
+# Off, there would be no splits; on, every connection would print its own.
+os.environ.pop("GGML_RPC_LOADPROF", None)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -89,9 +93,12 @@ def _equal(count: int) -> dict[str, int]:
     return {f"layer.{index}": NBYTES // count for index in range(count)}
 
 
-@pytest.fixture(scope="session", params=["blocks", 16, 1], ids=["blocks", "16 x 64 MiB", "1 x 1 GiB"])
+@pytest.fixture(scope="session", params=["blocks", "mix", 16, 1], ids=["blocks", "mix", "16 x 64 MiB", "1 x 1 GiB"])
 def cache_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """At least 1 GiB in three shapes: whole blocks of a 27B model, large layers, and one tensor."""
+    """At least 1 GiB in four shapes: whole blocks of a 27B model, all of one in small, large layers, and one tensor."""
+    if request.param == "mix":
+        yield request.getfixturevalue("synthetic_model")
+        return
     path = tmp_path_factory.mktemp("cached") / f"{request.param}.safetensors"
     write_random(path, dict(whole_blocks(NBYTES)) if request.param == "blocks" else _equal(request.param))
     yield path

@@ -26,6 +26,8 @@ ROWS = (
     ("old", "old", None),
     ("old", "new", None),
     ("new", "old", None),
+    ("new", "old", 2),
+    ("new", "old", 4),
     ("new", "new", None),
     ("new", "new", 2),
     ("new", "new", 4),
@@ -91,7 +93,14 @@ SECTIONS: tuple[tuple[str, Mapping[str, str]], ...] = (
             "test_two_threads_hash[blocks]": "two threads, whole blocks of a model in a file",
         },
     ),
-    ("Profiling", {"test_in_the_core": "a call of the clock while profiling is off"}),
+    (
+        "Profiling",
+        {
+            "test_in_the_core": "a call of the clock while profiling is off",
+            "test_no_allocation[off]": "the clock's calls from Python, off",
+            "test_no_allocation[on]": "the clock's calls from Python, on",
+        },
+    ),
     (
         "Opening and importing",
         {
@@ -126,7 +135,7 @@ MACHINE = {
 VERSIONS = ("weightwire", "python", "numpy", "gguf", "torch", "iperf3", "stock_peer")
 
 METHOD = """\
-- Every peer of a comparison runs in the same run on the same machine, one after the other and again (A B A B). A ratio
+- Every peer of a comparison runs once in every round, on the same machine, in an order that changes. A ratio
   is the median over rounds that ran side by side; behind it are the quartiles. Above 1 the first is faster.
 - Times are seconds, medians of the rounds. They say something about this machine only.
 - *Upload span* lasts from the first tensor to the answer that proves that the last byte has arrived; *reading* files,
@@ -135,9 +144,8 @@ METHOD = """\
 - *New* is weightwire, *old* is the plain way to load (`GGML_RPC_LOAD_OPT=0`): the same bytes on the wire, everything
   over 10 MiB hashed in line, one contiguous message per tensor, received whole and copied. *Stock* is the ggml RPC
   client and server as released; they do not say what their time went on.
-- *Threads* hash ahead for the cache: unset is one for each core, at most eight. Two and four are measured with
-  new at both ends alone: a stock client has no such setting, the old one hashes in line, and it is the client that has
-  them, so old servers would show nothing else.
+- *Threads* hash ahead for the cache: unset is one for each core, at most eight. Two and four are measured with new
+  clients alone, where there is a cache: a stock client has no such setting, and the old one hashes in line.
 - What was not measured says so. docs/performance.md has how each benchmark works."""
 
 
@@ -163,7 +171,7 @@ def write(results: Results, root: Path, *, with_plots: bool) -> str:
             parts.append(f"![The split of each load]({'plots/' + name})")
     bars: list[tuple[str, float, tuple[float, float] | None]] = []
     for title, rows in _sections(results).items():
-        parts += [f"## {title}", _ratios(results, rows)]
+        parts += [f"## {title}", _ratios(results, rows), *_splits(results, rows)]
         for name, label in rows.items():
             found = results.benchmarks.get(name)
             for ratio in found.ratios if found is not None and title != OTHERS else ():
@@ -271,6 +279,8 @@ def _ratios(results: Results, benchmarks: Mapping[str, str]) -> str:
     for name, label in benchmarks.items():
         measured = results.benchmarks.get(name)
         found = [] if measured is None else measured.ratios
+        if measured is not None and not found and "allocated_bytes" in measured.facts:
+            continue  # nothing that is beside anything
         if measured is None or not found:
             rows.append((label, *[NOT_MEASURED] * (len(head) - 1)))
             continue
@@ -281,6 +291,23 @@ def _ratios(results: Results, benchmarks: Mapping[str, str]) -> str:
             times = _times(ratio.median, ratio.quartiles)
             rows.append((label, ratio.subject, ratio.peer, times, both, count))
     return _table(head, rows)
+
+
+def _splits(results: Results, benchmarks: Mapping[str, str]) -> Iterator[str]:
+    """What the time of weightwire's loads went on, and the memory that calls took: for benchmarks that kept it."""
+    rows, lines = [], []
+    for name, label in benchmarks.items():
+        facts = results.benchmarks[name].facts if name in results.benchmarks else {}
+        if "split_seconds" in facts:
+            rows.append((label, *(_seconds(facts["split_seconds"].get(column)) for column in COLUMNS)))
+        allocated, calls = number(facts.get("allocated_bytes")), number(facts.get("calls"))
+        if allocated is not None and calls is not None:
+            lines.append(f"- {label}: {allocated:.0f} bytes allocated at the peak of {calls:.0f} calls.")
+    if rows:
+        yield "weightwire's upload span and its parts, medians, seconds:"
+        yield _table(("what", *COLUMNS.values()), rows)
+    if lines:
+        yield "\n".join(lines)
 
 
 def _absent(results: Results) -> str:

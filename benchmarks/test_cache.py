@@ -23,7 +23,7 @@ from harness.cached import CachedPeer, State, file_system
 from harness.models import file_ranges, full_cache
 from harness.network import LOOPBACK, Network
 from harness.pushing import PushingPeer
-from harness.rounds import Rounds, record, settle, split
+from harness.rounds import Rounds, record, settle, side_by_side, split
 from harness.socket_pair import SocketPairPeer
 from harness.stock_pair import StockPeer
 from pytest_benchmark.fixture import BenchmarkFixture
@@ -100,31 +100,25 @@ def test_cache(
     nbytes = bare.nbytes
     taken = Rounds(nbytes)
 
-    def take(peer: CachedPeer, counts: bool) -> None:
+    def before(peer: CachedPeer) -> None:
         peer.prepare()
         settle(nbytes)
-        took = peer.round()
-        peer.finish()
-        if counts:
-            taken.add(peer.name, took)
-
-    def before() -> None:
-        for peer in others:
-            take(peer, counts=True)
-        subject.prepare()
-        settle(nbytes)
-
-    def push() -> None:
-        taken.add(subject.name, subject.round())
-
-    def after() -> None:
-        subject.finish()
 
     for peer in (subject, *others):  # warm-up: page cache, allocators, the congestion window
-        take(peer, counts=False)
+        before(peer)
+        peer.round()
+        peer.finish()
     for kept in (ours.profiles, ours.processor, stock.processor, subject.late):
         kept.clear()
-    benchmark.pedantic(push, setup=before, teardown=after, rounds=rounds)
+    side_by_side(
+        benchmark,
+        subject,
+        others,
+        rounds,
+        before=before,
+        run=lambda peer: taken.add(peer.name, peer.round()),
+        after=CachedPeer.finish,
+    )
 
     record(
         benchmark,

@@ -19,7 +19,7 @@ import pytest
 from harness.cached import CachedPeer, State, file_system
 from harness.models import file_ranges, full_cache, whole_blocks, write_random
 from harness.pushing import PushingPeer, Serving
-from harness.rounds import PeerAbsent, Rounds, record, settle, split
+from harness.rounds import PeerAbsent, Rounds, record, settle, side_by_side, split
 from harness.stock_pair import StockPeer
 from pytest_benchmark.fixture import BenchmarkFixture
 
@@ -87,8 +87,8 @@ def test_matrix(
                 absent[name] = str(why)
                 continue
             add(pair, directory, client, server, None)
-        for threads in THREADS if cached and not plain_server else ():
-            name = f"{SUBJECT}, {threads} threads"
+        for threads in THREADS if cached else ():
+            name = f"new client, {server} server, {threads} threads"
             pair = PushingPeer(blocks, server=serving, name=name, options=options | {"threads": threads})
             add(pair, directory, "new", server, threads)
     stock_cache = tmp_path / "stock"
@@ -100,32 +100,27 @@ def test_matrix(
     nbytes = sum(nbytes for _, nbytes in file_ranges(blocks))
     taken = Rounds(nbytes)
 
-    def take(name: str, counts: bool) -> None:
+    def before(name: str) -> None:
         peers[name].prepare()
         settle(nbytes)
-        took = peers[name].round()
-        peers[name].finish()
-        if counts:
-            taken.add(name, took)
 
-    def before() -> None:
-        for name in peers:
-            if name != SUBJECT:
-                take(name, counts=True)
-        peers[SUBJECT].prepare()
-        settle(nbytes)
-
-    for name in peers:  # warm-up: page cache, allocators, the congestion window
-        take(name, counts=False)
+    for name, peer in peers.items():  # warm-up: page cache, allocators, the congestion window
+        before(name)
+        peer.round()
+        peer.finish()
     for pair in pairs.values():
         pair.processor.clear()
         if isinstance(pair, PushingPeer):
             pair.profiles.clear()
-    benchmark.pedantic(
-        lambda: taken.add(SUBJECT, peers[SUBJECT].round()),
-        setup=before,
-        teardown=peers[SUBJECT].finish,
-        rounds=rounds,
+            pair.optimized.clear()
+    side_by_side(
+        benchmark,
+        SUBJECT,
+        [name for name in peers if name != SUBJECT],
+        rounds,
+        before=before,
+        run=lambda name: taken.add(name, peers[name].round()),
+        after=lambda name: peers[name].finish(),
     )
     for name, row in rows.items():
         pair = pairs[name]

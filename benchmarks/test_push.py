@@ -1,8 +1,8 @@
 """Pushing 1 GiB over loopback without a cache, beside a bare socket pair, the stock pair and, where installed, gloo and
 iperf3.
 
-Every round runs each peer once, in turn; what is kept are medians of the rounds and of their ratios: ``extra_info`` in
-the JSON, and printed.
+Every round runs each peer once, in an order that changes; what is kept are medians of the rounds and of their ratios:
+``extra_info`` in the JSON, and printed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 from harness.gloo import GlooPeer
 from harness.iperf import IperfPeer
 from harness.models import file_ranges
-from harness.rounds import Rounds, record, settle, split, start
+from harness.rounds import Rounds, record, settle, side_by_side, split, start
 from harness.socket_pair import SocketPairPeer
 from harness.stock_pair import StockPeer
 from harness.weightwire_pair import WeightwirePeer
@@ -47,21 +47,17 @@ def test_push_uncached(
         },
     )
     taken = Rounds(subject.nbytes)
-
     for peer in (subject, *others):  # warm-up: page cache, allocators, the congestion window
         peer.round()
-
-    def run_the_others() -> None:
-        for peer in others:
-            settle(subject.nbytes)
-            taken.add(peer.name, peer.round())
-        settle(subject.nbytes)
-
-    def push() -> None:
-        taken.add(subject.name, subject.round())
-
     subject.profiles.clear()
-    benchmark.pedantic(push, setup=run_the_others, rounds=rounds)
+    side_by_side(
+        benchmark,
+        subject,
+        others,
+        rounds,
+        before=lambda _: settle(subject.nbytes),
+        run=lambda peer: taken.add(peer.name, peer.round()),
+    )
     splits = split([profile.as_dict() for profile in subject.profiles])
     record(benchmark, taken, subject.name, absent=absent, split_seconds=splits)
     assert min(len(took) for took in taken.seconds.values()) == rounds

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from harness.models import file_ranges
-from harness.rounds import Peer, Rounds, record, split
+from harness.rounds import Peer, Rounds, record, side_by_side, split
 from harness.socket_pair import SocketPairPeer
 from harness.stock_pair import StockPeer
 from harness.weightwire_pair import WeightwirePeer
@@ -57,11 +57,7 @@ def test_push_small_tensors(
         peer.round()
     subject.profiles.clear()
 
-    def run_the_others() -> None:
-        for peer in others:
-            taken.add(peer.name, peer.round())
-
-    benchmark.pedantic(lambda: taken.add(subject.name, subject.round()), setup=run_the_others, rounds=ROUNDS)
+    side_by_side(benchmark, subject, others, ROUNDS, run=lambda peer: taken.add(peer.name, peer.round()))
     spans = [profile.span_ns for profile in subject.profiles]
     record(
         benchmark,

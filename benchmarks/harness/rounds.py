@@ -7,12 +7,15 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from weightwire.transport.memory import HostRegion
 
 if TYPE_CHECKING:
     from pytest_benchmark.fixture import BenchmarkFixture
+
+
+_P = TypeVar("_P")
 
 
 class PeerAbsent(Exception):
@@ -107,6 +110,54 @@ def record(benchmark: BenchmarkFixture, rounds: Rounds, subject: str, **facts: o
     benchmark.extra_info.update(summary)
     print(json.dumps(summary, indent=2))
     return summary
+
+
+def side_by_side(
+    benchmark: BenchmarkFixture,
+    subject: _P,
+    others: Sequence[_P],
+    rounds: int,
+    *,
+    run: Callable[[_P], object],
+    before: Callable[[_P], object] = bool,
+    after: Callable[[_P], object] = bool,
+) -> None:
+    """``run`` the subject and every other peer once in each of so many rounds, one at a time, with what comes
+    ``before`` and ``after`` each. The benchmark's own time is the subject's.
+
+    Who follows whom changes from round to round: what one leaves behind (memory the host takes back, data on its way
+    to the disk) must not always fall on the same one.
+    """
+    peers = [subject, *others]
+    order: list[_P] = []
+    turn = 0
+
+    def take(peer: _P) -> None:
+        before(peer)
+        run(peer)
+        after(peer)
+
+    def setup() -> None:
+        order[:] = ordered(peers, turn)
+        for peer in order[: order.index(subject)]:
+            take(peer)
+        before(subject)
+
+    def teardown(_: _P) -> None:
+        nonlocal turn
+        after(subject)
+        for peer in order[order.index(subject) + 1 :]:
+            take(peer)
+        turn += 1
+
+    benchmark.pedantic(run, args=(subject,), setup=setup, teardown=teardown, rounds=rounds)
+
+
+def ordered(peers: Sequence[_P], turn: int) -> list[_P]:
+    """The order of round number ``turn``: each time another one begins, and every other time it goes backwards."""
+    first = turn % len(peers)
+    order = [*peers[first:], *peers[:first]]
+    return order[::-1] if turn % 2 else order
 
 
 def settle(nbytes: int) -> None:

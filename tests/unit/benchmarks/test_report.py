@@ -48,7 +48,7 @@ def test_loads(report: str) -> None:
 def test_a_state_that_was_not_measured_has_its_table(report: str) -> None:
     warm = section(report, "Warm cache")
     rows = [row for row in cells(warm) if row[0] in ("new", "old", "stock")]
-    assert len(rows) == 7
+    assert len(rows) == 9
     assert all(row[3:] == ["not measured"] * 10 for row in rows)
     # Without a cache nothing is hashed, so there are no rows of threads.
     assert cells(section(report, "No cache"), "new", "new", "2") == []
@@ -153,3 +153,19 @@ def test_benchmarks_nobody_listed_are_reported_too(
     text = (tmp_path / "REPORT.md").read_text()
     assert len(cells(section(text, "Others"), "test_new[x]")) == 2
     assert len(cells(section(text, "Hashing"), "test_many_buffers[1 MiB]")) == 2
+
+
+def test_splits_and_allocations_of_single_benchmarks(
+    script: Callable, write: Callable, benchmarks: dict, tmp_path: Path
+) -> None:
+    cold = benchmarks["test_push_uncached[mix]"] | {"split_seconds": {"span": 0.5, "read": 0.25, "wire": 0.125}}
+    calls = {"allocated_bytes": 96, "calls": 30000}
+    path = write({"test_cache[blocks-loopback-cold]": cold, "test_no_allocation[off]": calls})
+    assert script("report.py", path, "--out", tmp_path, "--no-plots").returncode == 0
+    text = (tmp_path / "REPORT.md").read_text()
+    split = cells(section(text, "Through the cache, on loopback"), "cold")[-1]
+    assert split == ["cold", "0.500", "0.250", *["not measured"] * 3, "0.125", *["not measured"] * 2]
+    profiling = section(text, "Profiling")
+    assert "off: 96 bytes allocated at the peak of 30000 calls." in profiling
+    assert cells(profiling, "the clock's calls from Python, off") == []
+    assert len(cells(profiling, "the clock's calls from Python, on")) == 1
