@@ -398,7 +398,7 @@ class Saver:
         window, content_hash = save.window, save.content_hash
         if window is None or content_hash is None or save.cancelled:
             return False
-        if self._cache.holds(content_hash, window) or self._on_its_way(content_hash, window):
+        if self._cache.holds(content_hash, window, lambda: save.cancelled) or self._on_its_way(save, window):
             return False
         save.writer = writer = self._cache.writer()
         for start in range(0, window.nbytes, _STEP):
@@ -431,14 +431,14 @@ class Saver:
         waiting = sum(save.nbytes for save in self._to_sync)
         return not self._to_sync or (len(self._to_sync) < _MAX_FILES and waiting < MAX_UNSYNCED)
 
-    def _on_its_way(self, content_hash: int, window: memoryview) -> bool:
+    def _on_its_way(self, save: Save, window: memoryview) -> bool:
         """Whether a file with the very same content only waits for the disk. Looked at with the lock held, so that it
         is not closed meanwhile; several clients that push one model at once are the ones it is for.
         """
         fd = -1
         with self.condition:
             for other in (*self._to_sync, self._syncing):
-                if other is None or other.content_hash != content_hash or other.nbytes != window.nbytes:
+                if other is None or other.content_hash != save.content_hash or other.nbytes != window.nbytes:
                     continue
                 if other is self._syncing:
                     fd = os.dup(self._syncing_fd)
@@ -448,7 +448,7 @@ class Saver:
         if fd < 0:
             return False
         try:
-            return same_bytes(fd, window)
+            return same_bytes(fd, window, lambda: save.cancelled)
         finally:
             os.close(fd)
 

@@ -257,8 +257,8 @@ class TensorCache:
             self.sync_names()
         return stored
 
-    def holds(self, content_hash: int, payload: Buffer) -> bool:
-        """Whether the entry is there with exactly the bytes of ``payload``. Reads it; any failure counts as no."""
+    def holds(self, content_hash: int, payload: Buffer, stopped: Callable[[], bool] = lambda: False) -> bool:
+        """Whether the entry is there with exactly the bytes of ``payload``. Reads it; otherwise as `same_bytes`."""
         with memoryview(payload) as whole, whole.cast("B") as view:
             if self.size_of(content_hash) != view.nbytes:
                 return False
@@ -266,7 +266,7 @@ class TensorCache:
             if fd is None:
                 return False
             try:
-                return same_bytes(fd, view)
+                return same_bytes(fd, view, stopped)
             finally:
                 os.close(fd)
 
@@ -371,10 +371,14 @@ class TensorCache:
         return fd
 
 
-def same_bytes(fd: int, payload: Buffer) -> bool:
-    """Whether the file starts with exactly the bytes of ``payload``. Any failure to read it counts as no."""
+def same_bytes(fd: int, payload: Buffer, stopped: Callable[[], bool] = lambda: False) -> bool:
+    """Whether the file starts with exactly the bytes of ``payload``. Any failure to read it counts as no, and so does
+    that it was ``stopped`` meanwhile.
+    """
     with memoryview(payload) as whole, whole.cast("B") as view:
         for start in range(0, view.nbytes, _PIECE):
+            if stopped():
+                return False
             piece = view[start : start + _PIECE]
             try:
                 found = os.pread(fd, piece.nbytes, start)
