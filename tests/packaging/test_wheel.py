@@ -13,7 +13,7 @@ from pathlib import Path
 from prepare.environment import venv_folder
 from support.require import do_without
 
-NATIVE = ("_fnv1a", "_memory", "_stream")
+NATIVE = ("_base", "_fnv1a", "_memory", "_stream")
 
 
 def names_in(wheel: Path) -> set[str]:

@@ -18,8 +18,9 @@ from weightwire.cache.store import default_directory, entry_name
 from weightwire.errors import CacheError, ConfigError
 from weightwire.hashing import hash_payloads
 from weightwire.index import FileIdentity, Hashes, HashIndex, IndexChoice, hash_with_digest, identity_of, index_for
-from weightwire.model import Model, ModelTensor, open_model
+from weightwire.model import Model, ModelTensor
 from weightwire.model.choosing import compile_include, included
+from weightwire.model.opening import opened_model
 from weightwire.ranges import FileRange
 from weightwire.wire.commands import CACHE_THRESHOLD
 
@@ -83,8 +84,7 @@ def seed(
     started = time.monotonic()
     count = worker_count(threads)
     pattern = compile_include(include)
-    opened = model if isinstance(model, Model) else open_model(model)
-    try:
+    with opened_model(model) as opened:
         tensors = [tensor for tensor in included(opened, pattern) if tensor.nbytes > CACHE_THRESHOLD]
         cache = _cache_in(default_directory() if directory is None else directory)
         with index_for(index) as hashes:
@@ -99,9 +99,6 @@ def seed(
                 work.remember()
             opened.check_unchanged()
             return work.result(time.monotonic() - started)
-    finally:
-        if opened is not model:
-            opened.close()
 
 
 def _cache_in(directory: str | os.PathLike[str]) -> StrictCache:

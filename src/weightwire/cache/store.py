@@ -18,9 +18,8 @@ import stat
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Final
 
 from weightwire.cache.quarantine import move_aside
@@ -243,20 +242,6 @@ class TensorCache:
         """A new entry whose hash is not known yet; see `CacheWriter`. Never raises for what the disk does."""
         return CacheWriter(self)
 
-    def save(self, content_hash: int, chunks: Iterable[Buffer]) -> bool:
-        """Store the payload made of ``chunks`` (in order) under ``content_hash``, which the caller computed from it.
-
-        True if the entry is in place and on the disk. False if it could not be written, which is logged and leaves
-        nothing.
-        """
-        with self.writer() as writer:
-            for chunk in chunks:
-                writer.write(chunk)
-            stored = writer.commit(content_hash)
-        if stored:
-            self.sync_names()
-        return stored
-
     def holds(self, content_hash: int, payload: Buffer) -> bool:
         """Whether the entry is there with exactly the bytes of ``payload``. Reads it; any failure counts as no."""
         with memoryview(payload) as whole, whole.cast("B") as view:
@@ -417,9 +402,7 @@ class CacheWriter:
     def __enter__(self) -> CacheWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.abort()
 
     def write(self, chunk: Buffer) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final, Self
 
 from weightwire.client.hashpool import HashFeed, HashPool
 from weightwire.client.sources import in_blocks
@@ -14,6 +14,9 @@ from weightwire.index import FileIdentity, Hashes, HashIndex, hash_with_digest, 
 from weightwire.model import Model, ModelTensor
 from weightwire.ranges import FileRange
 from weightwire.wire.commands import CACHE_THRESHOLD
+
+if TYPE_CHECKING:
+    from weightwire.client.options import PushOptions
 
 __all__ = ["TensorHashes", "is_cached"]
 
@@ -82,6 +85,19 @@ class TensorHashes:
             blocks=frozenset() if plain else in_blocks(payloads, read),
             behind=not dropping,
             plain=plain,
+        )
+
+    @classmethod
+    def of(cls, tensors: Iterable[ModelTensor], options: PushOptions, index: HashIndex | None) -> Self:
+        """Those for a push with ``options``, with ``index`` from `PushOptions.opened_index`."""
+        return cls(
+            tensors,
+            threads=options.load.threads,
+            in_flight=options.load.in_flight,
+            index=index,
+            read=options.read,
+            dropping=options.drop_behind,
+            plain=not options.optimized,
         )
 
     @property

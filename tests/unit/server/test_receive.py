@@ -429,7 +429,7 @@ class TestCache:
 
     def test_a_cache_object_may_be_given(self, directory: Path, no_leaks: LeakCheck) -> None:
         cache = TensorCache(directory)
-        cache.save(self.hash, [self.payload])
+        cache.path_for(self.hash).write_bytes(self.payload)
         with Server(port=0, cache=cache) as server, RawClient(server.port) as client:
             tensor = client.place("t", len(self.payload), client.allocate(1 << 20))
             assert client.set_from_cache(tensor, self.hash)
