@@ -57,7 +57,7 @@ def test_it_holds_modules_stubs_and_no_sources(wheel, tree):
 def test_it_has_rdma(wheel):
     """What `csrc/verbs/none.c` says, which is built in its place, is in none of the modules that could."""
     if verbs_setting() != "on":
-        do_without("RDMA in the wheel", "nothing can be linked with libibverbs (on Debian: apt-get install libibverbs-dev)")
+        do_without("RDMA in the wheel", "no program can be linked with libibverbs (on Debian: libibverbs-dev)")
     with zipfile.ZipFile(wheel) as archive:
         found = {name: archive.read(f"weightwire/_native/{name}.abi3.so") for name in ("_link", "_verbs")}
     for name, content in found.items():
