@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import NamedTuple, Self
 
 from weightwire.errors import ModelError
-from weightwire.ranges import FileRange
+from weightwire.ranges import SYSCALL_MAX, FileRange
 
 __all__ = ["MAX_ELEMENTS", "Model", "ModelFile", "ModelTensor", "element_count", "refuse", "usable_name"]
 
@@ -129,7 +129,7 @@ class ModelFile:
         parts: list[bytes] = []
         while nbytes:
             try:
-                part = os.pread(self.fd, nbytes, offset)
+                part = os.pread(self.fd, min(nbytes, SYSCALL_MAX), offset)
             except OSError as error:
                 raise refuse(error, self.path, "read") from error
             if not part:
