@@ -83,6 +83,8 @@ def seed(
     """
     started = time.monotonic()
     count = worker_count(threads)
+    if progress is not None and not callable(progress):
+        raise ConfigError("progress: it cannot be called", hint="give a function of (name, done, total)")
     pattern = compile_include(include)
     with opened_model(model) as opened:
         tensors = [tensor for tensor in included(opened, pattern) if tensor.nbytes > CACHE_THRESHOLD]

@@ -85,11 +85,20 @@ def checked_directory(directory: str | os.PathLike[str]) -> Path:
         text = os.fspath(directory)
     if not isinstance(text, str):
         raise ConfigError(f"cache directory {directory!r} is not a path in text form")
-    if not text.strip() or "\0" in text:
+    if not text.strip() or "\0" in text or not _encodes(text):
         raise ConfigError(
             f"cache directory {text!r} cannot be the name of a directory", hint='"." is the current directory'
         )
     return Path(text)
+
+
+def _encodes(text: str) -> bool:
+    """Whether ``text`` can be made the bytes of a name; a lone surrogate may have none."""
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 class TensorCache:

@@ -7,7 +7,8 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from weightwire.errors import ModelError
+from weightwire.config import shown
+from weightwire.errors import ConfigError, ModelError
 from weightwire.model.arrays import open_arrays
 from weightwire.model.base import Model, ModelFile, refuse
 from weightwire.model.gguf import MAGIC
@@ -28,13 +29,20 @@ def open_model(source: _Source) -> Model:
     one model in it, a mapping from names to arrays (anything with the buffer protocol), or a Model, which is returned
     as it is.
 
-    Raises ModelError, with the path and the byte, for whatever is missing, unreadable, truncated or malformed.
+    Raises ModelError, with the path and the byte, for whatever is missing, unreadable, truncated or malformed, and
+    ConfigError for a ``source`` that is none of these.
     """
     if isinstance(source, Model):
         return source
     if isinstance(source, Mapping):
         return open_arrays(source)
-    path = os.fsdecode(source)
+    try:
+        path = os.fsdecode(source)
+    except TypeError as error:
+        raise ConfigError(
+            f"model: {shown(source)} is neither a path nor a mapping of arrays",
+            hint="give the path of a GGUF or safetensors file, a mapping from names to arrays, or an open model",
+        ) from error
     if os.path.isdir(path):
         return _open_file(_model_in(path))
     return _open_file(path)
