@@ -151,7 +151,12 @@ class TensorHashes:
         Returns how many entries were wrong. What cannot be read any more is left as it is.
         """
         index, wrong = self._index, 0
-        for name in sorted(self._doubtful):
+        # One by one: while a tensor is hashed, others may come to be doubted, by the threads of other targets.
+        while self._doubtful:
+            try:
+                name = self._doubtful.pop()
+            except KeyError:  # somebody else took the last one
+                break
             if index is None or not self.from_index(name):
                 continue
             tensor = self._tensors[self._number[name]]
@@ -169,7 +174,6 @@ class TensorHashes:
                     index.path, name, said, right.fnv1a,
                 )  # fmt: skip
                 index.record([(tensor.payload, name, right)], self._identities)
-        self._doubtful.clear()
         return wrong
 
 
