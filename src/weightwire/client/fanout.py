@@ -21,6 +21,7 @@ from weightwire.index import IndexChoice
 from weightwire.model import Model, ModelTensor
 from weightwire.model.choosing import compile_include
 from weightwire.model.opening import opened_model
+from weightwire.transport.negotiate import check_arguments
 
 __all__ = ["Pushed", "PushedAll", "chosen_for", "push_all"]
 
@@ -120,6 +121,7 @@ def push_all(
     aims = as_targets(targets)
     profile = profile_wanted(profile)
     path = PathConfig.resolve(optimized=optimized)
+    check_arguments(timeout, protocol, transport)
     with opened_model(model) as opened:
         chosen = [chosen_for(opened, target) for target in aims]
         totals = [sum(tensor.nbytes for tensor in tensors) for tensors in chosen]

@@ -30,6 +30,7 @@ from weightwire.model import Model, ModelTensor
 from weightwire.model.opening import opened_model
 from weightwire.profile import LoadProfile, Stage
 from weightwire.ranges import FileRange
+from weightwire.transport.negotiate import check_arguments
 
 __all__ = ["WarmSummary", "Warmed", "warm"]
 
@@ -112,6 +113,7 @@ def warm(
     aims = as_targets(targets)
     profile = profile_wanted(profile)
     path = PathConfig.resolve(optimized=optimized)
+    check_arguments(timeout, protocol, transport)
     options = PushOptions(
         cache="always",
         threads=threads,
