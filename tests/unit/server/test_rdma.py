@@ -130,6 +130,20 @@ def test_a_client_that_leaves(client: Client, server: Server, fake: FakeVerbs, a
     assert fake.handles() == {}
 
 
+@pytest.mark.parametrize(("sent", "heard"), [(b"", 0), (MAX_SIZE[:1], 1), (request(99, b""), 1)])
+def test_whom_it_has_heard_counts_as_a_connection(client: Client, server: Server, sent: bytes, heard: int) -> None:
+    """Even if nothing came of it, but not one that only agreed on RDMA."""
+    stream = client.rise()
+    assert eventually(lambda: server.stats().connections_open == 1)
+    if sent:
+        stream.send(sent)
+        assert eventually(lambda: server.stats().rdma.bytes_received >= 1)
+    client.close()
+    assert eventually(lambda: server.stats().connections_open == 0)
+    stats = server.stats()
+    assert (stats.rdma.open_connections, stats.rdma.connections, stats.tcp.connections) == (0, heard, 0)
+
+
 def test_the_server_closes_before_the_first_request(fake: FakeVerbs, no_leaks: LeakCheck) -> None:
     with Server(port=0) as server:
         client = Client(server)
