@@ -17,9 +17,17 @@ __all__ = ["carrier", "push_lines", "push_object", "say_all", "warm_lines", "war
 def push_object(connection: Connection, summary: PushSummary) -> dict[str, Any]:
     """The object that ``push --json`` writes.
 
-    ``seconds`` is all of it; ``gib_per_s`` is the tensors' bytes, sent or already there, by the time without verifying.
+    ``seconds`` is all of it; ``gib_per_s`` is the tensors' bytes, sent or already there, by the time without verifying,
+    which took ``verify_seconds``.
     """
-    return _object(connection, connection.transport, summary, _pushing(summary), verified=summary.verified)
+    return _object(
+        connection,
+        connection.transport,
+        summary,
+        _pushing(summary),
+        verified=summary.verified,
+        verify_seconds=round(summary.verify_seconds, 6),
+    )
 
 
 def push_lines(connection: Connection, summary: PushSummary) -> list[str]:

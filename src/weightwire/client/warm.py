@@ -46,7 +46,7 @@ class WarmSummary:
     """What `warm` did with one server. ``tensors`` and ``bytes`` are those over 10 MiB, which caches hold: ``hits`` it
     had already, ``misses`` and ``corrupt_hits`` (kept wrongly) were sent, ``sent`` bytes of them. ``too_large`` names
     tensors that are longer than the server's largest buffer: they cannot be brought there, by a cache or without.
-    ``hashes_known`` counts those whose hash the index knew; ``threads`` hashed the others.
+    ``hashes_known`` counts those of the others whose hash the index knew; ``threads`` could hash what it did not know.
     """
 
     tensors: int
