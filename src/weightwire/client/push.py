@@ -86,7 +86,7 @@ def push_selected(
         return _push(channel, model, tensors, options, hashes, feed, claim, owned, record, started)
     except BaseException as error:
         if channel.survives(error):
-            release_all(channel, owned)
+            release_all(owned)
         if hashes is not None and isinstance(error, IntegrityError):
             hashes.recheck()
         raise
