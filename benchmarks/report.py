@@ -143,7 +143,8 @@ METHOD = """\
   end moves) and *gaps* are parts of it, told by the client's `LoadProfile`. *Wall* is all of it, connecting included.
 - *New* is weightwire, *old* is the plain way to load (`GGML_RPC_LOAD_OPT=0`): the same bytes on the wire, everything
   over 10 MiB hashed in line, one contiguous message per tensor, received whole and copied. *Stock* is the ggml RPC
-  client and server as released; they do not say what their time went on.
+  client and server as released, built with `-DGGML_NATIVE=OFF` (not for this processor alone; nothing is computed
+  here); they do not say what their time went on.
 - *Threads* hash ahead for the cache: unset is one for each core, at most eight. Two and four are measured with new
   clients alone, where there is a cache: a stock client has no such setting, and the old one hashes in line.
 - What was not measured says so. docs/performance.md has how each benchmark works."""

@@ -32,27 +32,18 @@ typedef __m512i sum;
 #define v_mul16 _mm512_mullo_epi16
 #define v_high(v) _mm512_srli_epi16(v, 8)
 #define v_raise(v) _mm512_slli_epi16(v, 8)
+#define v_zip_low _mm512_unpacklo_epi8
+#define v_zip_high _mm512_unpackhi_epi8
 #define sum_add _mm512_dpwssd_epi32
 #define sum_join _mm512_add_epi32
 #define sum_zero _mm512_setzero_si512
 
-static inline __attribute__((always_inline)) void v_columns(const uint8_t *at, size_t stride, vec *column)
+static inline vec v_gather(const uint8_t *at, size_t stride)
 {
-    vec other[16];
-    for (size_t i = 0; i < 16; i++) {
-        const uint8_t *place = at + stride * i;
-        vec v = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)place));
-        v = _mm512_inserti32x4(v, _mm_loadu_si128((const __m128i *)(place + stride * 16)), 1);
-        v = _mm512_inserti32x4(v, _mm_loadu_si128((const __m128i *)(place + stride * 32)), 2);
-        column[i] = _mm512_inserti32x4(v, _mm_loadu_si128((const __m128i *)(place + stride * 48)), 3);
-    }
-    for (int stage = 0; stage < 4; stage++) { /* each interleaves the bytes of i and i + 8 */
-        vec *from = stage % 2 ? other : column, *to = stage % 2 ? column : other;
-        for (int i = 0; i < 8; i++) {
-            to[2 * i] = _mm512_unpacklo_epi8(from[i], from[i + 8]);
-            to[2 * i + 1] = _mm512_unpackhi_epi8(from[i], from[i + 8]);
-        }
-    }
+    vec v = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)at));
+    v = _mm512_inserti32x4(v, _mm_loadu_si128((const __m128i *)(at + stride * 16)), 1);
+    v = _mm512_inserti32x4(v, _mm_loadu_si128((const __m128i *)(at + stride * 32)), 2);
+    return _mm512_inserti32x4(v, _mm_loadu_si128((const __m128i *)(at + stride * 48)), 3);
 }
 
 #define quarters_up(v, count) _mm512_alignr_epi64(v, _mm512_setzero_si512(), 8 - 2 * (count))

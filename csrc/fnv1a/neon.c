@@ -25,6 +25,9 @@ typedef int32x4_t sum;
 #define v_mul16(a, b) BYTES(vmulq_u16(WORDS(a), WORDS(b)))
 #define v_high(v) BYTES(vshrq_n_u16(WORDS(v), 8))
 #define v_raise(v) BYTES(vshlq_n_u16(WORDS(v), 8))
+#define v_zip_low vzip1q_u8
+#define v_zip_high vzip2q_u8
+#define v_gather(at, stride) vld1q_u8(at)
 #define sum_join vaddq_s32
 
 static inline sum sum_zero(void)
@@ -36,21 +39,6 @@ static inline sum sum_add(sum to, vec d, vec w)
 {
     int16x8_t a = vreinterpretq_s16_u8(d), b = vreinterpretq_s16_u8(w);
     return vmlal_high_s16(vmlal_s16(to, vget_low_s16(a), vget_low_s16(b)), a, b);
-}
-
-static inline __attribute__((always_inline)) void v_columns(const uint8_t *at, size_t stride, vec *column)
-{
-    vec other[16];
-    for (size_t i = 0; i < 16; i++) {
-        column[i] = vld1q_u8(at + stride * i);
-    }
-    for (int stage = 0; stage < 4; stage++) { /* each interleaves the bytes of i and i + 8 */
-        vec *from = stage % 2 ? other : column, *to = stage % 2 ? column : other;
-        for (int i = 0; i < 8; i++) {
-            to[2 * i] = vzip1q_u8(from[i], from[i + 8]);
-            to[2 * i + 1] = vzip2q_u8(from[i], from[i + 8]);
-        }
-    }
 }
 
 #define lanes_up(v, count) vextq_u8(vdupq_n_u8(0), v, 16 - (count))

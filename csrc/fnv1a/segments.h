@@ -6,7 +6,8 @@
  *   TOGETHER                        of the WIDTH vectors, how many the linear pass takes at once
  *   PIN(v)                          makes the compiler have v in a register, here
  *   v_set8, v_set16, v_xor, v_and, v_or, v_add8, v_sub16, v_mul16, v_high, v_raise (16-bit lanes moved by 8 bits)
- *   v_columns(at, stride, column)   column[k] = byte k of LANES places that are stride apart
+ *   v_gather(at, stride)            16 bytes of each of LANES / 16 places that are 16 * stride apart
+ *   v_zip_low, v_zip_high           the bytes of both lower, or upper, halves of each 16 in turn
  *   v_scan(v)                       inclusive prefix XOR over the lanes, in order
  *   v_shift(v)                      lanes moved up by one; 0 comes in
  *   v_last(v)                       the last lane in all lanes
@@ -45,12 +46,28 @@ static void prepare(void)
     block_power = ww_fnv1a_power(WW_FNV1A_PRIME, BLOCK);
 }
 
+/* column[k] = byte k of LANES places that are stride apart. */
+INLINE void columns(const uint8_t *at, size_t stride, vec *column)
+{
+    vec other[16];
+    for (size_t i = 0; i < 16; i++) {
+        column[i] = v_gather(at + stride * i, stride);
+    }
+    for (int stage = 0; stage < 4; stage++) { /* each interleaves the bytes of i and i + 8 */
+        vec *from = stage % 2 ? other : column, *to = stage % 2 ? column : other;
+        for (int i = 0; i < 8; i++) {
+            to[2 * i] = v_zip_low(from[i], from[i + 8]);
+            to[2 * i + 1] = v_zip_high(from[i], from[i + 8]);
+        }
+    }
+}
+
 /* Sixteen rows of one vector. */
 APART void take_tile(const uint8_t *block, size_t tile, struct rows *rows)
 {
     size_t vector = tile % WIDTH, step = tile / WIDTH * 16;
     vec column[16];
-    v_columns(block + vector * STEPS + step, STEPS * WIDTH, column);
+    columns(block + vector * STEPS + step, STEPS * WIDTH, column);
     vec *to = rows->at + step * WIDTH + vector;
     UNROLL for (int k = 0; k < 16; k++) {
         to[k * WIDTH] = column[k];

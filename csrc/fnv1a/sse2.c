@@ -23,24 +23,12 @@ typedef __m128i sum;
 #define v_mul16 _mm_mullo_epi16
 #define v_high(v) _mm_srli_epi16(v, 8)
 #define v_raise(v) _mm_slli_epi16(v, 8)
+#define v_zip_low _mm_unpacklo_epi8
+#define v_zip_high _mm_unpackhi_epi8
+#define v_gather(at, stride) _mm_loadu_si128((const vec *)(at))
 #define sum_join _mm_add_epi32
 #define sum_zero _mm_setzero_si128
 #define sum_add(sum, d, w) _mm_add_epi32(sum, _mm_madd_epi16(d, w))
-
-static inline __attribute__((always_inline)) void v_columns(const uint8_t *at, size_t stride, vec *column)
-{
-    vec other[16];
-    for (size_t i = 0; i < 16; i++) {
-        column[i] = _mm_loadu_si128((const vec *)(at + stride * i));
-    }
-    for (int stage = 0; stage < 4; stage++) { /* each interleaves the bytes of i and i + 8 */
-        vec *from = stage % 2 ? other : column, *to = stage % 2 ? column : other;
-        for (int i = 0; i < 8; i++) {
-            to[2 * i] = _mm_unpacklo_epi8(from[i], from[i + 8]);
-            to[2 * i + 1] = _mm_unpackhi_epi8(from[i], from[i + 8]);
-        }
-    }
-}
 
 static inline vec v_scan(vec v)
 {

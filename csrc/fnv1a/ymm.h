@@ -17,24 +17,16 @@ typedef __m256i sum;
 #define v_mul16 _mm256_mullo_epi16
 #define v_high(v) _mm256_srli_epi16(v, 8)
 #define v_raise(v) _mm256_slli_epi16(v, 8)
+#define v_zip_low _mm256_unpacklo_epi8
+#define v_zip_high _mm256_unpackhi_epi8
 #define sum_join _mm256_add_epi32
 #define sum_zero _mm256_setzero_si256
 
-static inline __attribute__((always_inline)) void v_columns(const uint8_t *at, size_t stride, vec *column)
+static inline vec v_gather(const uint8_t *at, size_t stride)
 {
-    vec other[16];
-    for (size_t i = 0; i < 16; i++) {
-        __m128i half = _mm_loadu_si128((const __m128i *)(at + stride * i));
-        __m128i upper = _mm_loadu_si128((const __m128i *)(at + stride * (i + 16)));
-        column[i] = _mm256_inserti128_si256(_mm256_castsi128_si256(half), upper, 1);
-    }
-    for (int stage = 0; stage < 4; stage++) { /* each interleaves the bytes of i and i + 8 */
-        vec *from = stage % 2 ? other : column, *to = stage % 2 ? column : other;
-        for (int i = 0; i < 8; i++) {
-            to[2 * i] = _mm256_unpacklo_epi8(from[i], from[i + 8]);
-            to[2 * i + 1] = _mm256_unpackhi_epi8(from[i], from[i + 8]);
-        }
-    }
+    __m128i half = _mm_loadu_si128((const __m128i *)at);
+    __m128i upper = _mm_loadu_si128((const __m128i *)(at + stride * 16));
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(half), upper, 1);
 }
 
 /* The lower half as the upper one, and 0 as the lower. */

@@ -30,7 +30,8 @@ struct ww_status ww_read_file(int fd, uint64_t offset, void *data, size_t nbytes
 {
     *got = 0;
     while (*got < nbytes) {
-        ssize_t n = pread(fd, (char *)data + *got, nbytes - *got, (off_t)(offset + *got));
+        size_t left = nbytes - *got, want = left < WW_SYSCALL_MAX ? left : WW_SYSCALL_MAX;
+        ssize_t n = pread(fd, (char *)data + *got, want, (off_t)(offset + *got));
         if (n > 0) {
             *got += (size_t)n;
         } else if (n == 0) {

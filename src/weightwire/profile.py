@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from enum import IntEnum
-from functools import partial
-from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 __all__ = ["CommandStat", "LoadProfile", "Stage"]
 
@@ -43,6 +41,18 @@ class CommandStat:
 
     count: int
     ns: int
+
+
+class _Commands(dict[str, CommandStat]):
+    """Commands that cannot be changed; unlike a view of a dict they can be pickled, copied and given to `asdict`."""
+
+    def _refuse(self, *args: object, **kwargs: object) -> NoReturn:
+        raise TypeError("the commands of a profile cannot be changed")
+
+    __setitem__ = __delitem__ = __ior__ = update = setdefault = pop = popitem = clear = _refuse
+
+    def __reduce__(self) -> tuple[type[_Commands], tuple[dict[str, CommandStat]]]:
+        return type(self), (dict(self),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +119,7 @@ class LoadProfile:
     commands: Mapping[str, CommandStat] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "commands", MappingProxyType(dict(self.commands)))
-
-    def __reduce__(self) -> tuple[Callable[[], LoadProfile], tuple[()]]:
-        # A read-only view can be neither pickled nor copied.
-        values: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)}
-        return partial(type(self), **{**values, "commands": dict(self.commands)}), ()
+        object.__setattr__(self, "commands", _Commands(self.commands))
 
     @property
     def loaded(self) -> bool:

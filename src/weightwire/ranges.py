@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
-__all__ = ["FileRange"]
+__all__ = ["SYSCALL_MAX", "FileRange"]
+
+SYSCALL_MAX: Final = 1 << 30
+"""Bytes that one call asks the kernel for at most, as in the C core (csrc/stream/stream.h)."""
 
 
 @dataclass(frozen=True, slots=True)

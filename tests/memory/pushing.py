@@ -16,7 +16,7 @@ def main() -> None:
         print("connected", flush=True)
         sys.stdin.readline()
         summary = connection.push(path, verify=verify == "verify").summary
-        print(summary.sent, summary.hits, flush=True)
+        print(summary.sent, summary.hashes_known, flush=True)
         sys.stdin.readline()
 
 

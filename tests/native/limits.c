@@ -1,8 +1,9 @@
-/* Built with a small WW_SYSCALL_MAX and with sendmsg and recv wrapped: no call may ask for more than that. */
+/* Built with a small WW_SYSCALL_MAX and with sendmsg, recv and pread wrapped: no call may ask for more than that. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
+#include <unistd.h>
 
 #include "stream/stream.h"
 
@@ -14,12 +15,14 @@
         } \
     } while (0)
 
-static size_t sends, receives, largest;
+static size_t sends, receives, reads, largest;
 
 ssize_t __real_sendmsg(int fd, const struct msghdr *message, int flags);
 ssize_t __real_recv(int fd, void *data, size_t nbytes, int flags);
+ssize_t __real_pread(int fd, void *data, size_t nbytes, off_t offset);
 ssize_t __wrap_sendmsg(int fd, const struct msghdr *message, int flags);
 ssize_t __wrap_recv(int fd, void *data, size_t nbytes, int flags);
+ssize_t __wrap_pread(int fd, void *data, size_t nbytes, off_t offset);
 
 ssize_t __wrap_sendmsg(int fd, const struct msghdr *message, int flags)
 {
@@ -37,6 +40,13 @@ ssize_t __wrap_recv(int fd, void *data, size_t nbytes, int flags)
     largest = nbytes > largest ? nbytes : largest;
     receives++;
     return __real_recv(fd, data, nbytes, flags);
+}
+
+ssize_t __wrap_pread(int fd, void *data, size_t nbytes, off_t offset)
+{
+    largest = nbytes > largest ? nbytes : largest;
+    reads++;
+    return __real_pread(fd, data, nbytes, offset);
 }
 
 int main(void)
@@ -64,6 +74,15 @@ int main(void)
     CHECK(ww_recv_exact(fd[1], got, TOTAL, &flow).code == WW_DONE && flow.done == TOTAL);
     CHECK(receives >= least && largest == WW_SYSCALL_MAX);
     CHECK(memcmp(data, got, TOTAL) == 0);
+    FILE *file = tmpfile();
+    CHECK(file && fwrite(data, 1, TOTAL, file) == TOTAL && fflush(file) == 0);
+    memset(got, 0, TOTAL);
+    largest = 0;
+    size_t nbytes;
+    CHECK(ww_read_file(fileno(file), 0, got, TOTAL, &nbytes).code == WW_DONE && nbytes == TOTAL);
+    CHECK(reads >= least && largest == WW_SYSCALL_MAX);
+    CHECK(memcmp(data, got, TOTAL) == 0);
+    CHECK(fclose(file) == 0);
     puts("split");
     return 0;
 }

@@ -51,7 +51,7 @@ def test_the_core_under_sanitizers(tmp_path: Path, level: str) -> None:
 def test_no_call_asks_for_more_than_the_limit(tmp_path: Path) -> None:
     core = [path for path in sorted((ROOT / "csrc").rglob("*.c")) if path.parent.name != "verbs"]
     sources = [*core, Path(__file__).with_name("limits.c")]
-    wrap = "-Wl,--wrap=sendmsg,--wrap=recv"
+    wrap = "-Wl,--wrap=sendmsg,--wrap=recv,--wrap=pread"
     built = compile_c(sources, tmp_path / "limits", "-O1", *SANITIZE, "-DWW_SYSCALL_MAX=((size_t)4096)", wrap)
     assert built.returncode == 0, built.stderr
     run = subprocess.run([str(tmp_path / "limits")], capture_output=True, text=True, timeout=110, check=False)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from prepare.base import CannotPrepare, make_venv, pip, run
-from prepare.environment import built_wheel, venv_folder
+from prepare.environment import built_wheel, venv_folder, verbs_setting
 from support.require import do_without
 from support.tree import tree_files
 
@@ -69,6 +69,7 @@ def build_wheel(python: Path, source: Path, folder: Path) -> Path:
     """Build one wheel from a tree or an sdist."""
     path = {"PATH": f"{python.parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"}
     options = ["--no-deps", "--no-build-isolation", "--config-settings", f"build-dir={folder / 'cmake'}"]
+    options += ["--config-settings", f"cmake.define.WEIGHTWIRE_VERBS={verbs_setting()}"]
     pip(python, "wheel", *options, "--wheel-dir", folder, source, what="building a wheel", timeout=110, env=path)
     (made,) = folder.glob("*.whl")
     return made

@@ -69,7 +69,7 @@ def test_what_cython_modules_import(tree):
                 assert re.match(r"weightwire\.(_native|errors|ranges)\b", name), f"{path.name}: {line.strip()}"
             else:
                 # threading: who waits on the main thread has to look for signals, which Python handles there alone.
-                allowed = {"libc", "cpython", "cython", "errno", "os", "threading"}
+                allowed = {"libc", "posix", "cpython", "cython", "errno", "os", "threading"}
                 assert name.split(".")[0] in allowed, f"{path.name}: {line.strip()}"
 
 

@@ -10,10 +10,10 @@ import tarfile
 import zipfile
 from pathlib import Path
 
-from prepare.environment import venv_folder
+from prepare.environment import venv_folder, verbs_setting
 from support.require import do_without
 
-NATIVE = ("_fnv1a", "_memory", "_stream")
+NATIVE = ("_base", "_fnv1a", "_link", "_memory", "_profile", "_stream", "_verbs")
 
 
 def names_in(wheel: Path) -> set[str]:
@@ -46,11 +46,23 @@ def test_it_holds_modules_stubs_and_no_sources(wheel, tree):
     for name in NATIVE:
         assert f"weightwire/_native/{name}.abi3.so" in names
         assert f"weightwire/_native/{name}.pyi" in names
+    assert {name for name in names if name.endswith(".so")} == {f"weightwire/_native/{name}.abi3.so" for name in NATIVE}
     assert "weightwire/py.typed" in names
     assert not {name for name in names if name.endswith((".pyx", ".pxd", ".c", ".h", ".cpp", ".pyc"))}
     python = {str(path.relative_to(tree / "src")) for path in (tree / "src").rglob("*.py")}
     assert {name for name in names if name.endswith(".py")} == python
     assert {name.split("/")[0].partition("-")[0] for name in names} == {"weightwire"}
+
+
+def test_it_has_rdma(wheel):
+    """What `csrc/verbs/none.c` says, which is built in its place, is in none of the modules that could."""
+    if verbs_setting() != "on":
+        do_without("RDMA in the wheel", "no program can be linked with libibverbs (on Debian: libibverbs-dev)")
+    with zipfile.ZipFile(wheel) as archive:
+        found = {name: archive.read(f"weightwire/_native/{name}.abi3.so") for name in ("_link", "_verbs")}
+    for name, content in found.items():
+        assert b"the headers of libibverbs were missing" not in content, name
+    assert b"libibverbs.so.1" in found["_verbs"]
 
 
 def test_its_metadata(wheel, tree):

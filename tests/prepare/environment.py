@@ -105,7 +105,7 @@ def _build_wheel(tree: Path, python: Path, destination: Path) -> Path:
             "--config-settings",
             setting,
             "--config-settings",
-            f"cmake.define.WEIGHTWIRE_VERBS={_verbs()}",
+            f"cmake.define.WEIGHTWIRE_VERBS={verbs_setting()}",
             tree,
             what="building the wheel",
             timeout=1200,
@@ -116,7 +116,7 @@ def _build_wheel(tree: Path, python: Path, destination: Path) -> Path:
     return wheels[0]
 
 
-def _verbs() -> str:
+def verbs_setting() -> str:
     """Whether RDMA is built in. Where nothing may be skipped it is an error that its headers are missing."""
     return "on" if everything_required() or can_link_verbs() else "auto"
 
@@ -141,7 +141,7 @@ def _fingerprint(tree: Path) -> dict[str, str]:
     requirements = hashlib.sha256((tree / "pyproject.toml").read_bytes()).hexdigest()
     # Where the environment stands belongs to it: a copied or moved tree must not run the programs of the old place.
     python = f"{sys.version} {os.path.realpath(sys.executable)} {venv_folder(tree)}"
-    return {"python": python, "requirements": requirements, "sources": f"{_digest(tree)} verbs {_verbs()}"}
+    return {"python": python, "requirements": requirements, "sources": f"{_digest(tree)} verbs {verbs_setting()}"}
 
 
 def _digest(tree: Path) -> str:

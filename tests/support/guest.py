@@ -11,10 +11,14 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import IO, Any
 
 #: The address of the guest's device.
 ADDRESS = "10.77.0.1"
+#: KiB of locked memory, and how many send slots of 256 KiB fit them beside 24 to receive in. Just enough for each rung,
+#: a page less, and a usual limit.
+DEPTHS = {16384: 8, 8192: 8, 8188: 4, 7168: 4, 7164: 2, 6656: 2, 6652: 1, 6400: 1}
 _NOBODY = 65534
 _PATIENCE = 200.0
 
@@ -79,6 +83,17 @@ class ServeProcess:
         self.process.stdout.close()
         with self._log:
             return self.log()
+
+
+def rdma_objects() -> dict[str, int]:
+    """What the kernel counts of RDMA objects (by the thread that made them: so all there are), and pinned pages."""
+    found = dict.fromkeys(("pd", "cq", "qp", "mr", "ctx"), 0)
+    for kind in found:
+        listed = subprocess.run(["rdma", "-j", "resource", "show", kind], capture_output=True, text=True, check=True)
+        found[kind] = len(json.loads(listed.stdout or "[]"))
+    status = Path("/proc/self/status").read_text()
+    found["pinned"] = int(status.split("VmPin:")[1].split()[0])
+    return found
 
 
 def weightwire_json(*arguments: str) -> dict[str, Any]:

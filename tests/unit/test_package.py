@@ -45,7 +45,7 @@ print(threading.active_count(), logging.getLogger().handlers, logging.getLogger(
 
 
 def test_native_modules_import_nothing_above_them() -> None:
-    own = {f"weightwire._native.{name}" for name in ("_core", "_profile", "_sentinel", "_shared", "_verbs")}
+    own = {f"weightwire._native.{name}" for name in ("_base", "_core", "_profile", "_sentinel", "_verbs")}
     allowed = own | {"weightwire.errors", "weightwire.ranges"}
     modules = sorted((SOURCE / "_native").glob("*.pyx"))
     assert modules, "the .pyx files stand beside the package in a source tree"

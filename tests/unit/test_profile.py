@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import operator
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -38,14 +40,44 @@ def test_it_is_public_frozen_and_has_every_field() -> None:
     assert hash(profile) == hash(copy.deepcopy(profile))
 
 
+CHANGES: tuple[Callable[[Any], object], ...] = (
+    lambda commands: operator.setitem(commands, "HELLO", CommandStat(1, 1)),
+    lambda commands: operator.delitem(commands, "SET_TENSOR"),
+    lambda commands: commands.__ior__({"HELLO": CommandStat(1, 1)}),
+    lambda commands: commands.update(HELLO=CommandStat(1, 1)),
+    lambda commands: commands.setdefault("HELLO", CommandStat(1, 1)),
+    lambda commands: commands.pop("SET_TENSOR"),
+    lambda commands: commands.popitem(),
+    lambda commands: commands.clear(),
+)
+
+
 def test_its_commands_cannot_be_changed() -> None:
     mine = {"SET_TENSOR": CommandStat(2, 70)}
     profile = LoadProfile(commands=mine)
     mine.clear()
-    for each in (profile, pickle.loads(pickle.dumps(profile)), copy.copy(profile), dataclasses.replace(profile)):
-        with pytest.raises(TypeError):
-            each.commands["HELLO"] = CommandStat(1, 1)  # type: ignore[index]
+    for each in (
+        profile,
+        pickle.loads(pickle.dumps(profile)),
+        copy.copy(profile),
+        copy.deepcopy(profile),
+        dataclasses.replace(profile),
+    ):
+        for change in CHANGES:
+            with pytest.raises(TypeError, match="cannot be changed"):
+                change(each.commands)
         assert each.commands == {"SET_TENSOR": CommandStat(2, 70)}
+
+
+def test_it_is_taken_apart_as_any_dataclass_is() -> None:
+    profile = LoadProfile(span_ns=5, commands={"SET_TENSOR": CommandStat(2, 70)})
+    values = dataclasses.asdict(profile)
+    assert set(values) == NAMES
+    assert values["span_ns"] == 5
+    assert values["commands"] == {"SET_TENSOR": {"count": 2, "ns": 70}}
+    assert json.loads(json.dumps(values)) == values
+    assert LoadProfile(*dataclasses.astuple(LoadProfile())) == LoadProfile()
+    assert copy.deepcopy(profile.commands) == pickle.loads(pickle.dumps(profile.commands)) == profile.commands
 
 
 @pytest.mark.parametrize("side", ["client", "server"])

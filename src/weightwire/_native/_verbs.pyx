@@ -10,9 +10,9 @@ from cpython.bytes cimport PyBytes_AsString
 from libc.stddef cimport size_t
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
 from libc.string cimport memcpy
+from posix.unistd cimport getpid
 
 from weightwire._native._core cimport WW_DONE, WW_SHORT, take_buffer, take_writable, ww_status
-from weightwire._native._shared cimport getpid
 
 import errno
 import os

@@ -7,6 +7,7 @@ import stat
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from weightwire.cache.inspect import Entry, list_entries
 from weightwire.cache.quarantine import empty_quarantine, list_quarantine
@@ -15,6 +16,9 @@ from weightwire.errors import ConfigError
 from weightwire.index import IndexChoice
 
 __all__ = ["PruneResult", "prune_cache"]
+
+_FOR_EVER: Final = 1e12
+"""Seconds, more than any file is old; a longer age, which may be infinite, is no number of nanoseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +104,7 @@ def prune_cache(
 
 def _surplus(entries: Sequence[Entry], max_bytes: int | None, max_age: float | None) -> list[Entry]:
     """Which of ``entries``, least recently used first, are too old or too much."""
-    before = time.time_ns() - int(max_age * 1e9) if max_age is not None else None
+    before = time.time_ns() - int(min(max_age, _FOR_EVER) * 1e9) if max_age is not None else None
     left = sum(entry.nbytes for entry in entries)
     surplus: list[Entry] = []
     for entry in entries:

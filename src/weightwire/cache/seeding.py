@@ -18,8 +18,9 @@ from weightwire.cache.store import default_directory, entry_name
 from weightwire.errors import CacheError, ConfigError
 from weightwire.hashing import hash_payloads
 from weightwire.index import FileIdentity, Hashes, HashIndex, IndexChoice, hash_with_digest, identity_of, index_for
-from weightwire.model import Model, ModelTensor, open_model
+from weightwire.model import Model, ModelTensor
 from weightwire.model.choosing import compile_include, included
+from weightwire.model.opening import opened_model
 from weightwire.ranges import FileRange
 from weightwire.wire.commands import CACHE_THRESHOLD
 
@@ -82,9 +83,10 @@ def seed(
     """
     started = time.monotonic()
     count = worker_count(threads)
+    if progress is not None and not callable(progress):
+        raise ConfigError("progress: it cannot be called", hint="give a function of (name, done, total)")
     pattern = compile_include(include)
-    opened = model if isinstance(model, Model) else open_model(model)
-    try:
+    with opened_model(model) as opened:
         tensors = [tensor for tensor in included(opened, pattern) if tensor.nbytes > CACHE_THRESHOLD]
         cache = _cache_in(default_directory() if directory is None else directory)
         with index_for(index) as hashes:
@@ -99,9 +101,6 @@ def seed(
                 work.remember()
             opened.check_unchanged()
             return work.result(time.monotonic() - started)
-    finally:
-        if opened is not model:
-            opened.close()
 
 
 def _cache_in(directory: str | os.PathLike[str]) -> StrictCache:
@@ -123,7 +122,8 @@ class _Seeding:
         self._index = index
         self._verify = verify
         self._lock = threading.Lock()
-        self._claimed: set[int] = set()
+        self._claimed: dict[int, list[ModelTensor]] = {}
+        """The hashes that somebody makes entries of, and the tensors that leave it to him."""
         self._found: list[tuple[FileRange, str, Hashes]] = []
         self._counts = dict.fromkeys(
             ("written", "written_bytes", "cloned_bytes", "replaced", "present", "unread", "duplicates"), 0
@@ -205,23 +205,32 @@ class _Seeding:
                 self._last = tensor.name
             check()
 
+        left = self._stored(tensor, check, tell)
+        tell(tensor.nbytes - told)
+        while left:  # these have been told of
+            left += self._stored(left.pop(), check, lambda nbytes: check())
+
+    def _stored(self, tensor: ModelTensor, check: Callable[[], None], tell: Callable[[int], None]) -> list[ModelTensor]:
+        """`_place`; returns the tensors that were wrongly taken for duplicates of this one, and have no entry yet."""
+        left: list[ModelTensor] = []
         try:
-            self._place(tensor, check, tell)
+            self._place(tensor, check, tell, left)
         except OSError as error:
             raise _refused(self._cache, tensor, error) from error
-        tell(tensor.nbytes - told)
+        return left
 
-    def _place(self, tensor: ModelTensor, check: Callable[[], None], tell: Callable[[int], None]) -> None:
+    def _place(
+        self, tensor: ModelTensor, check: Callable[[], None], tell: Callable[[int], None], left: list[ModelTensor]
+    ) -> None:
         hashes = self._known.get(tensor.name)
         # Where an entry of this size is there it may well be this tensor's: reading is cheaper than writing.
         looked = hashes is None and self._sizes[tensor.nbytes] > 0
         if looked:
-            hashes = self._hash(tensor.payload, check)
+            hashes = self._known[tensor.name] = self._hash(tensor.payload, check)
             self._found_out(tensor, hashes)
         replaces = False
         if hashes is not None:
-            if not self._claim(hashes.fnv1a):
-                self._count(duplicates=1)
+            if not self._claim(hashes.fnv1a, tensor):
                 return
             there = self._there(hashes.fnv1a, tensor.nbytes, check)
             if looked and there is not None:
@@ -238,8 +247,10 @@ class _Seeding:
             if hashes is None or not hashes.sha256 or stored.fnv1a != hashes.fnv1a:
                 self._found_out(tensor, stored)
             if hashes is None or stored.fnv1a != hashes.fnv1a:
-                if not self._claim(stored.fnv1a):
-                    self._count(duplicates=1)
+                self._known[tensor.name] = stored  # what was said of it is not claimed again
+                if hashes is not None:
+                    left += self._unclaim(hashes.fnv1a)
+                if not self._claim(stored.fnv1a, tensor):
                     return
                 there = self._there(stored.fnv1a, tensor.nbytes, check)
                 if there:
@@ -281,12 +292,23 @@ class _Seeding:
         )
         return False
 
-    def _claim(self, content_hash: int) -> bool:
-        """Whether this is the first tensor of the run with that content."""
+    def _claim(self, content_hash: int, tensor: ModelTensor) -> bool:
+        """Whether ``tensor`` is the first of the run with that content; otherwise it is a duplicate."""
         with self._lock:
-            first = content_hash not in self._claimed
-            self._claimed.add(content_hash)
-            return first
+            duplicates = self._claimed.get(content_hash)
+            if duplicates is None:
+                self._claimed[content_hash] = []
+                return True
+            duplicates.append(tensor)
+            self._counts["duplicates"] += 1
+            return False
+
+    def _unclaim(self, content_hash: int) -> list[ModelTensor]:
+        """Whoever claimed it turned out to have another content: the tensors that were taken for his duplicates."""
+        with self._lock:
+            duplicates = self._claimed.pop(content_hash)
+            self._counts["duplicates"] -= len(duplicates)
+            return duplicates
 
     def _count(self, **more: int) -> None:
         with self._lock:

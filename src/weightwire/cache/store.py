@@ -18,9 +18,8 @@ import stat
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Final
 
 from weightwire.cache.quarantine import move_aside
@@ -86,11 +85,20 @@ def checked_directory(directory: str | os.PathLike[str]) -> Path:
         text = os.fspath(directory)
     if not isinstance(text, str):
         raise ConfigError(f"cache directory {directory!r} is not a path in text form")
-    if not text.strip() or "\0" in text:
+    if not text.strip() or "\0" in text or not _encodes(text):
         raise ConfigError(
             f"cache directory {text!r} cannot be the name of a directory", hint='"." is the current directory'
         )
     return Path(text)
+
+
+def _encodes(text: str) -> bool:
+    """Whether ``text`` can be made the bytes of a name; a lone surrogate may have none."""
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 class TensorCache:
@@ -242,20 +250,6 @@ class TensorCache:
     def writer(self) -> CacheWriter:
         """A new entry whose hash is not known yet; see `CacheWriter`. Never raises for what the disk does."""
         return CacheWriter(self)
-
-    def save(self, content_hash: int, chunks: Iterable[Buffer]) -> bool:
-        """Store the payload made of ``chunks`` (in order) under ``content_hash``, which the caller computed from it.
-
-        True if the entry is in place and on the disk. False if it could not be written, which is logged and leaves
-        nothing.
-        """
-        with self.writer() as writer:
-            for chunk in chunks:
-                writer.write(chunk)
-            stored = writer.commit(content_hash)
-        if stored:
-            self.sync_names()
-        return stored
 
     def holds(self, content_hash: int, payload: Buffer, stopped: Callable[[], bool] = lambda: False) -> bool:
         """Whether the entry is there with exactly the bytes of ``payload``. Reads it; otherwise as `same_bytes`."""
@@ -421,9 +415,7 @@ class CacheWriter:
     def __enter__(self) -> CacheWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.abort()
 
     def write(self, chunk: Buffer) -> None:

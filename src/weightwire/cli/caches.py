@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import click
 
-from weightwire.config import MAX_THREADS
+from weightwire.cli.options import threads_that
 from weightwire.errors import ConfigError
 
 __all__ = ["cache_dir", "cache_path", "moment", "threads"]
@@ -27,15 +27,7 @@ def cache_dir(function: _F) -> _F:
     )(function)
 
 
-def threads(function: _F) -> _F:
-    """``--threads``."""
-    return click.option(
-        "--threads",
-        type=click.IntRange(0, MAX_THREADS),
-        metavar="N",
-        help="Threads that read and hash; 0: none but the main one. [GGML_RPC_LOAD_THREADS; default: one for each CPU, "
-        "at most 8]",
-    )(function)
+threads = threads_that("read and hash; 0: none but the main one")
 
 
 def cache_path(text: str | None) -> Path | None:

@@ -8,6 +8,7 @@ import tempfile
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import click
@@ -63,62 +64,90 @@ def demo(
     config = ClientConfig.resolve(
         timeout=timeout, transport=transport, optimized=optimized, settings=("timeout", "transport", "optimized")
     )
+    size = DEFAULT_SIZE if size is None else _large_enough(size)
     with raising_on_signals(), ExitStack() as stack:
+        host = _host(config.transport)
         if model is None:
-            path, generated = _generate(stack, size or DEFAULT_SIZE, keep, quiet)
+            path, generated = _generate(stack, size, keep, quiet)
         else:
             path, generated = model, None
-        report, texts = _run(path, config, show_profile or None, quiet)
-    report = {"model": path, "generated": generated is not None, "kept": bool(generated and keep)} | report
-    if as_json:
-        object_(report)
-        return
-    if generated is not None:
-        where = f", kept at {path}" if keep else ""
-        line(f"model: generated in {generated:.2f} s{printable(where)}")
-    else:
-        line(f"model: {printable(path)}")
-    for text in texts:
-        line(text)
+        report, texts = _run(path, config, host, show_profile or None, quiet)
+        # In here, so that where the model is kept is said even if this cannot be.
+        report = {"model": path, "generated": generated is not None, "kept": generated is not None and keep} | report
+        if as_json:
+            object_(report)
+            return
+        if generated is not None:
+            where = f", kept at {path}" if keep else ""
+            line(f"model: generated in {generated:.2f} s{printable(where)}")
+        else:
+            line(f"model: {printable(path)}")
+        for text in texts:
+            line(text)
+
+
+def _large_enough(size: int) -> int:
+    from weightwire.model.synthetic import MIN_NBYTES
+
+    if size < MIN_NBYTES:
+        raise ConfigError(f"--size: {size} bytes is less than {human_bytes(MIN_NBYTES)}", hint="876 tensors need room")
+    return size
+
+
+class _Folder:
+    """Where the generated model is: it goes when the verb ends, unless it ``stays``. Where, a verb that fails says."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.model = str(path / "synthetic.gguf")
+        self.stays = False
+
+    def leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """For `ExitStack.push`."""
+        with deferred_signals():
+            if not self.stays:
+                shutil.rmtree(self.path, ignore_errors=True)
+                if self.path.exists():
+                    note(f"weightwire: could not remove {printable(str(self.path))}")
+            elif error is not None:
+                note(f"weightwire: the generated model is kept at {printable(self.model)}")
 
 
 def _generate(stack: ExitStack, size: int, keep: bool, quiet: bool) -> tuple[str, float]:
     """Write the synthetic model to a directory that goes with ``stack``; its path, and the seconds it took."""
-    from weightwire.model.synthetic import MIN_NBYTES, write_synthetic_gguf
+    from weightwire.model.synthetic import write_synthetic_gguf
 
-    if size < MIN_NBYTES:
-        raise ConfigError(f"--size: {size} bytes is less than {human_bytes(MIN_NBYTES)}", hint="876 tensors need room")
     # It tries out where it can write, and would leave a file behind.
     with deferred_signals():
         parent = tempfile.gettempdir()
     _check_disk(parent, size)
     _check_memory(size)
-    directory = Path(parent, f"weightwire-demo-{secrets.token_hex(8)}")
-    kept = stack.enter_context(ExitStack())
+    folder = _Folder(Path(parent, f"weightwire-demo-{secrets.token_hex(8)}"))
+    own = stack.enter_context(ExitStack())
     # Before there is something to remove, so that no interrupt comes between the two.
-    kept.callback(_remove, directory)
+    own.push(folder.leave)
     with cannot_here("set TMPDIR to a directory that can be written"):
         try:
-            directory.mkdir(0o700)
+            folder.path.mkdir(0o700)
         except FileExistsError:
-            kept.pop_all()
+            own.pop_all()
             raise
-    path = str(directory / "synthetic.gguf")
     started = time.monotonic()
     try:
         with Progress("generating", size, choose_display(quiet)) as progress:
-            write_synthetic_gguf(path, size, progress=progress.report)
+            write_synthetic_gguf(folder.model, size, progress=progress.report)
     except ModelError as error:
         raise Failure(
             error, ENVIRONMENT, hint="set TMPDIR to a directory with room, or choose a smaller --size"
         ) from error
-    if keep:
-        kept.pop_all()
-    return path, time.monotonic() - started
+    folder.stays = keep
+    return folder.model, time.monotonic() - started
 
 
-def _run(path: str, config: ClientConfig, profile: bool | None, quiet: bool) -> tuple[dict[str, Any], list[str]]:
-    """Serve, push and verify ``path``; what there is to say about it, as an object and as lines."""
+def _run(
+    path: str, config: ClientConfig, host: str, profile: bool | None, quiet: bool
+) -> tuple[dict[str, Any], list[str]]:
+    """Serve at ``host``, push and verify ``path``; what there is to say about it, as an object and as lines."""
     from weightwire.client import connect
     from weightwire.client.plan import select
     from weightwire.model import open_model
@@ -132,7 +161,7 @@ def _run(path: str, config: ClientConfig, profile: bool | None, quiet: bool) -> 
         with (
             EmbeddedServer(
                 ("--transport", config.transport, "--optimized" if config.optimized else "--no-optimized"),
-                host=_host(config.transport),
+                host=host,
             ) as server,
             connect(
                 server.endpoint,
@@ -189,10 +218,3 @@ def _check_memory(size: int) -> None:
 
 def _too_small(detail: str, hint: str) -> Failure:
     return Failure(MemoryError(detail), ENVIRONMENT, detail=detail, hint=hint, kind="NotEnoughRoom")
-
-
-def _remove(directory: Path) -> None:
-    with deferred_signals():
-        shutil.rmtree(directory, ignore_errors=True)
-    if directory.exists():
-        note(f"weightwire: could not remove {directory}")

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from weightwire import __version__
 from weightwire.cli.output import line
-from weightwire.config import MAX_THREADS, TRANSPORTS, parse_seconds, parse_size, parse_version
+from weightwire.config import MAX_THREADS, TRANSPORTS, ClientConfig, parse_seconds, parse_size, parse_version
 from weightwire.errors import ConfigError
 
 __all__ = [
@@ -17,22 +19,21 @@ __all__ = [
     "SECONDS",
     "SIZE",
     "VERSION",
+    "Sending",
     "check_protocol",
-    "drop_behind",
-    "endpoints",
+    "connecting",
     "help_",
     "include",
     "include_each",
     "json_output",
     "layers_each",
-    "no_index",
-    "no_mmap",
     "optimized",
     "profile",
     "protocol",
     "quiet",
+    "sending",
     "targets_of",
-    "threads",
+    "threads_that",
     "timeout",
     "transport",
     "version",
@@ -191,11 +192,6 @@ def include(function: _F) -> _F:
     )(function)
 
 
-def endpoints(function: _F) -> _F:
-    """One ``HOST:PORT`` or more."""
-    return click.argument("endpoints", metavar="HOST:PORT...", nargs=-1, required=True)(function)
-
-
 def include_each(function: _F) -> _F:
     """``--include`` of a verb that takes several endpoints: once for all, or once for each."""
     return click.option(
@@ -220,40 +216,14 @@ def layers_each(function: _F) -> _F:
     )(function)
 
 
-def threads(function: _F) -> _F:
-    """``--threads``."""
+def threads_that(work: str) -> Callable[[_F], _F]:
+    """``--threads``, of threads that do ``work``."""
     return click.option(
         "--threads",
         type=click.IntRange(0, MAX_THREADS),
         metavar="N",
-        help="Threads that hash ahead for the server's cache; 0: none but the one that sends. [GGML_RPC_LOAD_THREADS; "
-        "default: one for each CPU, at most 8]",
-    )(function)
-
-
-def no_index(function: _F) -> _F:
-    """``--no-index``."""
-    return click.option(
-        "--no-index", is_flag=True, help="Hash anew, and remember nothing. [WEIGHTWIRE_INDEX=off does the same]"
-    )(function)
-
-
-def drop_behind(function: _F) -> _F:
-    """``--drop-behind``."""
-    return click.option(
-        "--drop-behind",
-        is_flag=True,
-        help="Give the memory that caches the model's files back as they are sent: for a model larger than memory.",
-    )(function)
-
-
-def no_mmap(function: _F) -> _F:
-    """``--no-mmap``."""
-    return click.option(
-        "--no-mmap",
-        is_flag=True,
-        help="Read the model's files in large blocks, instead of having the kernel send them.",
-    )(function)
+        help=f"Threads that {work}. [GGML_RPC_LOAD_THREADS; default: one for each CPU, at most 8]",
+    )
 
 
 def profile(function: _F) -> _F:
@@ -274,6 +244,90 @@ def optimized(function: _F) -> _F:
         help="The plain way instead of the fast one, to measure the one against the other: the same bytes, one message "
         "at a time, on one thread. [GGML_RPC_LOAD_OPT=0 is --no-optimized; default: --optimized]",
     )(function)
+
+
+@dataclass(frozen=True, slots=True)
+class Sending:
+    """What every verb is told that sends a model to servers; see `sending`."""
+
+    model: str
+    endpoints: tuple[str, ...]
+    drop_behind: bool
+    no_mmap: bool
+    threads: int | None
+    no_index: bool
+    timeout: float | None
+    protocol: str | None
+    transport: str | None
+    show_profile: bool
+    optimized: bool | None
+    as_json: bool
+    quiet: bool
+
+    def config(self, **more: Any) -> ClientConfig:
+        """The settings of a client, ``more`` being those that not every verb has. Raises ConfigError as `ClientConfig`
+        does, and for a protocol that weightwire does not describe.
+        """
+        shared = {name: getattr(self, name) for name in ("timeout", "protocol", "transport", "optimized")}
+        config = ClientConfig.resolve(**shared, **more, settings=(*shared, *more))
+        check_protocol(config.protocol, "WEIGHTWIRE_PROTOCOL")
+        return config
+
+    def reading(self) -> dict[str, Any]:
+        """How the model is read and hashed, as arguments of `push_all` and `warm`."""
+        return {
+            "threads": self.threads,
+            "index": False if self.no_index else None,
+            "drop_behind": self.drop_behind,
+            "read": "read" if self.no_mmap else "auto",
+        }
+
+
+def connecting(config: ClientConfig) -> dict[str, Any]:
+    """How servers are connected to, as arguments of `connect`, `push_all` and `warm`."""
+    return {name: getattr(config, name) for name in ("timeout", "protocol", "transport", "optimized")}
+
+
+def sending(function: Callable[..., int]) -> Callable[..., int]:
+    """The arguments and options that `Sending` has, which is the first argument of ``function``; and ``--help``."""
+
+    @functools.wraps(function)
+    def call(**given: Any) -> int:
+        told = Sending(**{each.name: given.pop(each.name) for each in fields(Sending)})
+        return function(told, **given)
+
+    decorated: Callable[..., int] = call
+    for decorate in reversed(_SENDING):
+        decorated = decorate(decorated)
+    return decorated
+
+
+_SENDING: tuple[Callable[[Callable[..., int]], Callable[..., int]], ...] = (
+    click.argument("model", metavar="MODEL"),
+    click.argument("endpoints", metavar="HOST:PORT...", nargs=-1, required=True),
+    click.option(
+        "--drop-behind",
+        is_flag=True,
+        help="Give the memory that caches the model's files back as they are sent: for a model larger than memory.",
+    ),
+    click.option(
+        "--no-mmap",
+        is_flag=True,
+        help="Read the model's files in large blocks, instead of having the kernel send them.",
+    ),
+    threads_that("hash ahead for the server's cache; 0: none but the one that sends"),
+    click.option(
+        "--no-index", is_flag=True, help="Hash anew, and remember nothing. [WEIGHTWIRE_INDEX=off does the same]"
+    ),
+    timeout,
+    protocol,
+    transport,
+    profile,
+    optimized,
+    json_output,
+    quiet,
+    help_,
+)
 
 
 def targets_of(endpoints: Sequence[str], include: Sequence[str], layers: Sequence[str]) -> list[Target]:

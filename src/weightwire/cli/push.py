@@ -9,29 +9,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from weightwire.cli.failures import as_usage
-from weightwire.cli.options import (
-    check_protocol,
-    drop_behind,
-    endpoints,
-    help_,
-    include_each,
-    json_output,
-    layers_each,
-    no_index,
-    no_mmap,
-    optimized,
-    profile,
-    protocol,
-    quiet,
-    targets_of,
-    threads,
-    timeout,
-    transport,
-)
+from weightwire.cli.options import Sending, connecting, include_each, layers_each, sending, targets_of
 from weightwire.cli.output import line, object_
 from weightwire.cli.progress import Progress, choose_display
 from weightwire.cli.report import push_lines, push_object, say_all
-from weightwire.config import CACHE_MODES, ClientConfig, LoadConfig, profile_wanted
+from weightwire.config import CACHE_MODES, LoadConfig, profile_wanted
 
 if TYPE_CHECKING:
     from weightwire.client import Pushed, Target
@@ -41,8 +23,6 @@ __all__ = ["push"]
 
 
 @click.command(add_help_option=False)
-@click.argument("model", metavar="MODEL")
-@endpoints
 @click.option(
     "--cache",
     type=click.Choice(CACHE_MODES),
@@ -58,37 +38,14 @@ __all__ = ["push"]
     help="After a hit of the server's cache see whether it has filled the tensor's ends, too. [default: with --cache "
     "always]",
 )
-@drop_behind
-@no_mmap
-@threads
-@no_index
-@timeout
-@protocol
-@transport
-@profile
-@optimized
-@json_output
-@quiet
-@help_
+@sending
 def push(
-    model: str,
-    endpoints: tuple[str, ...],
+    told: Sending,
     cache: str | None,
     include: tuple[str, ...],
     layers: tuple[str, ...],
     verify: bool,
     probe: bool | None,
-    drop_behind: bool,
-    no_mmap: bool,
-    threads: int | None,
-    no_index: bool,
-    timeout: float | None,
-    protocol: str | None,
-    transport: str | None,
-    show_profile: bool,
-    optimized: bool | None,
-    as_json: bool,
-    quiet: bool,
 ) -> int:
     """Push the tensors of MODEL to the server at HOST:PORT, or to several servers at once.
 
@@ -101,60 +58,36 @@ def push(
     from weightwire.client.fanout import chosen_for
     from weightwire.model import open_model
 
-    config = ClientConfig.resolve(
-        timeout=timeout, protocol=protocol, cache=cache, transport=transport, optimized=optimized
-    )
-    check_protocol(config.protocol, "WEIGHTWIRE_PROTOCOL")
-    wanted = profile_wanted(show_profile or None)
-    LoadConfig.resolve(threads=threads)  # a variable that cannot be used is heard of before a server is
-    targets = targets_of(endpoints, include, layers)
-    options: dict[str, Any] = {
-        "cache": config.cache,
-        "verify": verify,
-        "probe": probe,
-        "threads": threads,
-        "index": False if no_index else None,
-        "drop_behind": drop_behind,
-        "read": "read" if no_mmap else "auto",
-    }
+    config = told.config(cache=cache)
+    wanted = profile_wanted(told.show_profile or None)
+    LoadConfig.resolve(threads=told.threads)  # a variable that cannot be used is heard of before a server is
+    targets = targets_of(told.endpoints, include, layers)
+    options = {"cache": config.cache, "verify": verify, "probe": probe, **told.reading()}
     with as_usage():
-        opened = open_model(model)
+        opened = open_model(told.model)
     with opened:
         with as_usage():
             # Before a server hears of it.
             totals = [sum(tensor.nbytes for tensor in chosen_for(opened, target)) for target in targets]
+        to = {"profile": wanted, **connecting(config)}
         if len(targets) > 1:
-            return _push_to_all(opened, targets, sum(totals), config, wanted, options, as_json, quiet)
-        _push_to_one(opened, targets[0], totals[0], config, wanted, options, as_json, quiet)
+            return _push_to_all(told, opened, targets, sum(totals), to, options)
+        _push_to_one(told, opened, targets[0], totals[0], to, options)
         return 0
 
 
 def _push_to_one(
-    model: Model,
-    target: Target,
-    total: int,
-    config: ClientConfig,
-    profile: bool | None,
-    options: dict[str, Any],
-    as_json: bool,
-    quiet: bool,
+    told: Sending, model: Model, target: Target, total: int, to: dict[str, Any], options: dict[str, Any]
 ) -> None:
     from weightwire.client import connect
 
-    with connect(
-        target.endpoint,
-        timeout=config.timeout,
-        protocol=config.protocol,
-        transport=config.transport,
-        profile=profile,
-        optimized=config.optimized,
-    ) as connection:
+    with connect(target.endpoint, **to) as connection:
         then = "verifying" if options["verify"] else ""
-        with Progress("pushing", total, choose_display(quiet), then=then) as progress:
+        with Progress("pushing", total, choose_display(told.quiet), then=then) as progress:
             result = connection.push(
                 model, include=target.include, layers=target.layers, progress=progress.report, **options
             )
-        if as_json:
+        if told.as_json:
             object_(push_object(connection, result.summary))
         else:
             for text in push_lines(connection, result.summary):
@@ -162,35 +95,18 @@ def _push_to_one(
 
 
 def _push_to_all(
-    model: Model,
-    targets: Sequence[Target],
-    total: int,
-    config: ClientConfig,
-    profile: bool | None,
-    options: dict[str, Any],
-    as_json: bool,
-    quiet: bool,
+    told: Sending, model: Model, targets: Sequence[Target], total: int, to: dict[str, Any], options: dict[str, Any]
 ) -> int:
     from weightwire.client import push_all
 
     label = "pushing and verifying" if options["verify"] else "pushing"
     started = time.monotonic()
-    with Progress(label, total, choose_display(quiet)) as progress:
-        pushed = push_all(
-            model,
-            targets,
-            progress=progress.report,
-            timeout=config.timeout,
-            protocol=config.protocol,
-            transport=config.transport,
-            profile=profile,
-            optimized=config.optimized,
-            **options,
-        )
+    with Progress(label, total, choose_display(told.quiet)) as progress:
+        pushed = push_all(model, targets, progress=progress.report, **to, **options)
     seconds = time.monotonic() - started
     with pushed:
-        reports = [_report(each, as_json) for each in pushed]
-        return say_all(reports, [target.endpoint for target in targets], seconds, json=as_json)
+        reports = [_report(each, told.as_json) for each in pushed]
+        return say_all(reports, [target.endpoint for target in targets], seconds, json=told.as_json)
 
 
 def _report(pushed: Pushed, as_json: bool) -> dict[str, Any] | Exception:

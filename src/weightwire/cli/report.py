@@ -17,26 +17,17 @@ __all__ = ["carrier", "push_lines", "push_object", "say_all", "warm_lines", "war
 def push_object(connection: Connection, summary: PushSummary) -> dict[str, Any]:
     """The object that ``push --json`` writes.
 
-    ``seconds`` is all of it; ``gib_per_s`` is the tensors' bytes, sent or already there, by the time without verifying.
+    ``seconds`` is all of it; ``gib_per_s`` is the tensors' bytes, sent or already there, by the time without verifying,
+    which took ``verify_seconds``.
     """
-    return {
-        "endpoint": connection.endpoint,
-        "protocol": connection.protocol,
-        "transport": dict(connection.transport),
-        "optimized": connection.optimized,
-        "tensors": summary.tensors,
-        "bytes": summary.bytes,
-        "sent": summary.sent,
-        "hits": summary.hits,
-        "misses": summary.misses,
-        "corrupt_hits": summary.corrupt_hits,
-        "hashes_known": summary.hashes_known,
-        "threads": summary.threads,
-        "verified": summary.verified,
-        "seconds": round(summary.seconds, 6),
-        "gib_per_s": gib_per_second(summary.bytes, _pushing(summary)),
-        "profile": summary.profile.as_dict(),
-    }
+    return _object(
+        connection,
+        connection.transport,
+        summary,
+        _pushing(summary),
+        verified=summary.verified,
+        verify_seconds=round(summary.verify_seconds, 6),
+    )
 
 
 def push_lines(connection: Connection, summary: PushSummary) -> list[str]:
@@ -56,24 +47,7 @@ def push_lines(connection: Connection, summary: PushSummary) -> list[str]:
 
 def warm_object(warmed: Warmed, summary: WarmSummary) -> dict[str, Any]:
     """The object that ``warm --json`` writes. ``gib_per_s`` is the tensors' bytes, sent or there, by the time."""
-    return {
-        "endpoint": warmed.endpoint,
-        "protocol": warmed.protocol,
-        "transport": dict(warmed.transport or {}),
-        "optimized": warmed.optimized,
-        "tensors": summary.tensors,
-        "bytes": summary.bytes,
-        "sent": summary.sent,
-        "hits": summary.hits,
-        "misses": summary.misses,
-        "corrupt_hits": summary.corrupt_hits,
-        "too_large": list(summary.too_large),
-        "hashes_known": summary.hashes_known,
-        "threads": summary.threads,
-        "seconds": round(summary.seconds, 6),
-        "gib_per_s": gib_per_second(summary.bytes, summary.seconds),
-        "profile": summary.profile.as_dict(),
-    }
+    return _object(warmed, warmed.transport or {}, summary, summary.seconds, too_large=list(summary.too_large))
 
 
 def warm_lines(warmed: Warmed, summary: WarmSummary) -> list[str]:
@@ -118,6 +92,34 @@ def say_all(
         }
         object_({"endpoints": objects, "totals": totals})
     return code
+
+
+def _object(
+    server: Connection | Warmed,
+    transport: Mapping[str, object],
+    summary: PushSummary | WarmSummary,
+    moving: float,
+    **own: object,
+) -> dict[str, Any]:
+    """What both objects have, and what is one's ``own``. ``moving`` are the seconds in which the bytes were moved."""
+    return {
+        "endpoint": server.endpoint,
+        "protocol": server.protocol,
+        "transport": dict(transport),
+        "optimized": server.optimized,
+        "tensors": summary.tensors,
+        "bytes": summary.bytes,
+        "sent": summary.sent,
+        "hits": summary.hits,
+        "misses": summary.misses,
+        "corrupt_hits": summary.corrupt_hits,
+        **own,
+        "hashes_known": summary.hashes_known,
+        "threads": summary.threads,
+        "seconds": round(summary.seconds, 6),
+        "gib_per_s": gib_per_second(summary.bytes, moving),
+        "profile": summary.profile.as_dict(),
+    }
 
 
 def carrier(connection: Connection) -> str:

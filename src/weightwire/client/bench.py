@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from weightwire.client.channel import MAX_OUTSTANDING
 from weightwire.client.remote import READ_CHUNK, Piece, RemoteTensor, read_pieces, whole
+from weightwire.config import checked_seconds, shown
 from weightwire.errors import AllocationError, ConfigError, IntegrityError
 from weightwire.model import Model, open_model
 from weightwire.model.synthetic import MIN_NBYTES, synthetic_layout
@@ -182,16 +183,13 @@ def bench(
     Raises ConfigError for an argument, AllocationError if the server has less than 2 MiB free, IntegrityError if what
     comes back is not what was sent, and whatever `Connection.push` raises for a server that is lost.
     """
-    kinds = tuple(dict.fromkeys(tensors))
+    kinds = _kinds(tensors)
     nbytes = whole("nbytes", nbytes)
-    if not kinds or not set(kinds) <= set(KINDS):
-        raise ConfigError(f"tensors: {', '.join(map(repr, kinds)) or 'none'}", hint=f"choose of {', '.join(KINDS)}")
     if nbytes < MIN_NBYTES:
         raise ConfigError(f"nbytes: {nbytes} bytes are too few to measure", hint=f"give {MIN_NBYTES} or more")
     if rounds is not None and not 1 <= whole("rounds", rounds) <= _MOST_ROUNDS:
         raise ConfigError(f"rounds: {rounds!r} is not 1 to {_MOST_ROUNDS}")
-    if not 0 < seconds < 1e9:
-        raise ConfigError(f"seconds: {seconds!r} is not a time", hint="give seconds above 0")
+    seconds = checked_seconds("seconds", seconds)
     free, size = _size(connection, nbytes, device)
     largest = min(LARGE, size, connection.max_size(device))
     if not connection.dialect.cache_flag:
@@ -213,6 +211,16 @@ def bench(
                 break
         took = time.monotonic() - started
         return BenchResult(device, free, size, done, took, latency, runner.uploads(), runner.download(), questions)
+
+
+def _kinds(tensors: Iterable[str]) -> tuple[str, ...]:
+    """``tensors``, each once. A text would be an iterable of its letters."""
+    given = list(tensors) if isinstance(tensors, Iterable) and not isinstance(tensors, str) else [tensors]
+    if not given or not all(isinstance(kind, str) and kind in KINDS for kind in given):
+        raise ConfigError(
+            f"tensors: {', '.join(map(shown, given)) or 'none'}", hint=f"a list of some of {', '.join(KINDS)}"
+        )
+    return tuple(dict.fromkeys(given))
 
 
 def _size(connection: Connection, nbytes: int, device: int) -> tuple[int, int]:

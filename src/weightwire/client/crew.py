@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from weightwire.client.connection import Connection
+from weightwire.config import shown
 from weightwire.errors import ConfigError, TransportError
 from weightwire.threads import start
 from weightwire.transport.address import format_endpoint, parse_endpoint
@@ -24,6 +25,7 @@ _LOOK: Final = 0.2
 """Seconds between two looks at whether something has to stop everybody."""
 
 
+_ENDPOINT: Final = "give HOST:PORT or a weightwire.Target"
 _TARGET: Final = 'such as Target("192.0.2.7:50052", layers="20-39")'
 
 
@@ -56,6 +58,8 @@ def as_targets(targets: str | Target | Iterable[str | Target]) -> list[Target]:
     serves one client at a time, so the second connection would wait for the first until its timeout. The texts are
     compared, not what the names stand for, which only a resolver could say.
     """
+    if not isinstance(targets, Iterable | Target):
+        raise ConfigError(f"targets: {shown(targets)} is no endpoint", hint=_ENDPOINT)
     given = [targets] if isinstance(targets, (str, Target)) else list(targets)
     made: list[Target] = []
     seen: set[str] = set()
@@ -63,7 +67,7 @@ def as_targets(targets: str | Target | Iterable[str | Target]) -> list[Target]:
         if isinstance(target, str):
             target = Target(target)
         elif not isinstance(target, Target):
-            raise ConfigError(f"targets: {target!r} is no endpoint", hint="give HOST:PORT or a weightwire.Target")
+            raise ConfigError(f"targets: {shown(target)} is no endpoint", hint=_ENDPOINT)
         name = format_endpoint(*parse_endpoint(target.endpoint))
         if name in seen:
             raise ConfigError(

@@ -136,7 +136,7 @@ def allocate(channel: Channel, nbytes: int, device: int) -> RemoteBuffer:
     return RemoteBuffer(channel, answer.handle, base, nbytes, device)
 
 
-def release_all(channel: Channel, buffers: list[RemoteBuffer]) -> None:
+def release_all(buffers: list[RemoteBuffer]) -> None:
     """Give ``buffers`` back after a failure, as far as the connection allows it."""
     try:
         for buffer in buffers:

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from types import TracebackType
+from functools import partial
 from typing import Self, overload
 
 from weightwire.client.connection import Connection, connect
-from weightwire.client.crew import SummedProgress, Target, as_targets, run_all
-from weightwire.client.dropping import claims_for, dropping
+from weightwire.client.crew import SummedProgress, Target, as_targets
+from weightwire.client.dropping import Claim
 from weightwire.client.layers import parse_layers
 from weightwire.client.options import ProgressCallback, PushOptions
 from weightwire.client.plan import select
 from weightwire.client.push import ModelSource, push_selected
 from weightwire.client.result import PushResult
-from weightwire.client.shared import Visits, shared_hashes
+from weightwire.client.shared import SharedHashes, visit_all
 from weightwire.config import PathConfig, profile_wanted
 from weightwire.index import IndexChoice
-from weightwire.model import Model, ModelTensor, open_model
+from weightwire.model import Model, ModelTensor
 from weightwire.model.choosing import compile_include
+from weightwire.model.opening import opened_model
+from weightwire.transport.negotiate import check_arguments
 
 __all__ = ["Pushed", "PushedAll", "chosen_for", "push_all"]
 
@@ -59,9 +61,7 @@ class PushedAll(Sequence[Pushed]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
@@ -121,8 +121,8 @@ def push_all(
     aims = as_targets(targets)
     profile = profile_wanted(profile)
     path = PathConfig.resolve(optimized=optimized)
-    opened = model if isinstance(model, Model) else open_model(model)
-    try:
+    check_arguments(timeout, protocol, transport)
+    with opened_model(model) as opened:
         chosen = [chosen_for(opened, target) for target in aims]
         totals = [sum(tensor.nbytes for tensor in tensors) for tensors in chosen]
         summed = SummedProgress(progress, totals, 2 if verify else 1)
@@ -145,47 +145,22 @@ def push_all(
             for number, target in enumerate(aims)
         ]
         opened.check_unchanged()
-        with dropping(drop_behind) as drop, shared_hashes(opened, chosen, options[0]) as shared:
-            claims = claims_for(drop, chosen)
 
-            visits = Visits(
-                aims,
-                shared,
-                claims,
-                lambda target: connect(
-                    target.endpoint,
-                    timeout=timeout,
-                    protocol=protocol,
-                    transport=transport,
-                    profile=profile,
-                    optimized=path.optimized,
-                ),
-            )
+        def work(number: int, connection: Connection, shared: SharedHashes | None, claim: Claim | None) -> PushResult:
+            mine, channel = options[number], connection._channel
+            hashes, feed = None, None
+            if shared is not None and mine.uses_cache(connection.server_has_cache):
+                hashes, feed = shared.take(number)
+            with channel.exclusive("push"):
+                return push_selected(channel, opened, chosen[number], mine, hashes, feed, claim=claim)
 
-            def work(number: int, connection: Connection) -> PushResult:
-                mine, channel = options[number], connection._channel
-                try:
-                    hashes, feed = None, None
-                    if shared is not None and mine.uses_cache(connection.server_has_cache):
-                        hashes, feed = shared.take(number)
-                    with channel.exclusive("push"):
-                        result = push_selected(
-                            channel, opened, chosen[number], mine, hashes, feed, claim=claims[number]
-                        )
-                finally:
-                    visits.leave(number)
-                summed.finish(number)
-                return result
-
-            members = run_all(aims, visits.open, work, lambda: summed.error)
-            pushed = PushedAll(Pushed(m.target, m.connection, m.result, m.error) for m in members)
-            try:
-                if shared is not None and any(each.result is not None for each in pushed):
-                    shared.record()
-            except BaseException:
-                pushed.close()
-                raise
-        return pushed
-    finally:
-        if opened is not model:
-            opened.close()
+        reach = partial(
+            connect,
+            timeout=timeout,
+            protocol=protocol,
+            transport=transport,
+            profile=profile,
+            optimized=path.optimized,
+        )
+        members = visit_all(opened, aims, chosen, options[0], summed, reach, work)
+        return PushedAll(Pushed(m.target, m.connection, m.result, m.error) for m in members)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from typing import Final, TypeGuard
+from typing import TYPE_CHECKING, Final, Self, TypeGuard
 
 from weightwire.client.hashpool import HashFeed, HashPool
 from weightwire.client.sources import in_blocks
@@ -14,6 +14,9 @@ from weightwire.index import FileIdentity, Hashes, HashIndex, hash_with_digest, 
 from weightwire.model import Model, ModelTensor
 from weightwire.ranges import FileRange
 from weightwire.wire.commands import CACHE_THRESHOLD
+
+if TYPE_CHECKING:
+    from weightwire.client.options import PushOptions
 
 __all__ = ["TensorHashes", "is_cached"]
 
@@ -84,6 +87,19 @@ class TensorHashes:
             plain=plain,
         )
 
+    @classmethod
+    def of(cls, tensors: Iterable[ModelTensor], options: PushOptions, index: HashIndex | None) -> Self:
+        """Those for a push with ``options``, with ``index`` from `PushOptions.opened_index`."""
+        return cls(
+            tensors,
+            threads=options.load.threads,
+            in_flight=options.load.in_flight,
+            index=index,
+            read=options.read,
+            dropping=options.drop_behind,
+            plain=not options.optimized,
+        )
+
     @property
     def known(self) -> int:
         """How many the index knew."""
@@ -135,7 +151,12 @@ class TensorHashes:
         Returns how many entries were wrong. What cannot be read any more is left as it is.
         """
         index, wrong = self._index, 0
-        for name in sorted(self._doubtful):
+        # One by one: while a tensor is hashed, others may come to be doubted, by the threads of other targets.
+        while self._doubtful:
+            try:
+                name = self._doubtful.pop()
+            except KeyError:  # somebody else took the last one
+                break
             if index is None or not self.from_index(name):
                 continue
             tensor = self._tensors[self._number[name]]
@@ -153,7 +174,6 @@ class TensorHashes:
                     index.path, name, said, right.fnv1a,
                 )  # fmt: skip
                 index.record([(tensor.payload, name, right)], self._identities)
-        self._doubtful.clear()
         return wrong
 
 

@@ -304,7 +304,7 @@ class HashFeed:
         self._next = 0
         self._demand = -1
         self._bytes = 0
-        self.known = sum(pool._state[index] is _State.DONE for index in order)
+        self.known = sum(index in pool._known for index in order)
         self._held: set[int] = set()
         self._late = len(order) > 0
 
@@ -357,6 +357,7 @@ class HashFeed:
         with self.pool._changed:
             gone = {self._order[position] for position in positions}
             self._order = [index for index in self._order if index not in gone]
+            self.known = sum(index in self.pool._known for index in self._order)
             self._next = 0
             for index in gone:
                 self._let_go(index)

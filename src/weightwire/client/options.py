@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
 from weightwire.config import CACHE_MODES, READ_MODES, LoadConfig
 from weightwire.errors import ConfigError
-from weightwire.index import HashIndex, IndexChoice, check_index, open_index
+from weightwire.index import HashIndex, IndexChoice, check_index, index_for
 
 __all__ = ["ProgressCallback", "PushOptions"]
 
@@ -62,6 +63,6 @@ class PushOptions:
         """Whether hits are looked at: by default where the server need not be one that checks its cache itself."""
         return self.cache == "always" if self.probe is None else self.probe
 
-    def open_index(self) -> HashIndex | None:
-        """The index to use, if any; whoever calls closes it, unless it is the caller's own (``index`` itself)."""
-        return open_index(self.index) if self.optimized else None
+    def opened_index(self) -> AbstractContextManager[HashIndex | None]:
+        """Inside: the index to use, if any; closed on leaving, unless it is the caller's own (``index`` itself)."""
+        return index_for(self.index) if self.optimized else nullcontext()

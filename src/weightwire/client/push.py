@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Final
 
 from weightwire.client.asking import Questions
 from weightwire.client.channel import Channel
 from weightwire.client.device import barrier, release_all
-from weightwire.client.dropping import Claim, dropping
+from weightwire.client.dropping import Claim, claims_for, dropping
 from weightwire.client.hashes import TensorHashes, is_cached
 from weightwire.client.hashpool import HashFeed
 from weightwire.client.layers import parse_layers
@@ -23,8 +24,9 @@ from weightwire.client.sender import Sender
 from weightwire.client.sources import Sources
 from weightwire.client.verify import verify_tensors
 from weightwire.errors import IntegrityError, WeightwireError
-from weightwire.model import Model, ModelTensor, open_model
+from weightwire.model import Model, ModelTensor
 from weightwire.model.choosing import compile_include
+from weightwire.model.opening import opened_model
 from weightwire.profile import Stage
 from weightwire.ranges import FileRange
 
@@ -40,25 +42,15 @@ def push(channel: Channel, server_has_cache: bool, source: ModelSource, options:
     started = time.perf_counter()
     pattern, layers = compile_include(options.include), parse_layers(options.layers)
     channel.check_open("push")
-    index = options.open_index() if options.uses_cache(server_has_cache) else None
-    model: Model | None = None
-    try:
-        model = source if isinstance(source, Model) else open_model(source)
+    asks = options.uses_cache(server_has_cache)
+    with options.opened_index() if asks else nullcontext() as index, opened_model(source) as model:
         tensors = select(model, pattern, layers)
         model.check_unchanged()
         with channel.exclusive("push"), dropping(options.drop_behind) as drop:
-            claim = None if drop is None else Claim(drop, [tensor.payload for tensor in tensors])
-            if not options.uses_cache(server_has_cache):
+            (claim,) = claims_for(drop, [tensors])
+            if not asks:
                 return push_selected(channel, model, tensors, options, claim=claim, started=started)
-            hashes = TensorHashes(
-                tensors,
-                threads=options.load.threads,
-                in_flight=options.load.in_flight,
-                index=index,
-                read=options.read,
-                dropping=options.drop_behind,
-                plain=not options.optimized,
-            )
+            hashes = TensorHashes.of(tensors, options, index)
             feed = hashes.feed(tensors)
             try:
                 hashes.start()
@@ -67,11 +59,6 @@ def push(channel: Channel, server_has_cache: bool, source: ModelSource, options:
                 )
             finally:
                 hashes.close()
-    finally:
-        if index is not None and index is not options.index:
-            index.close()
-        if model is not None and model is not source:
-            model.close()
 
 
 def push_selected(
@@ -99,7 +86,7 @@ def push_selected(
         return _push(channel, model, tensors, options, hashes, feed, claim, owned, record, started)
     except BaseException as error:
         if channel.survives(error):
-            release_all(channel, owned)
+            release_all(owned)
         if hashes is not None and isinstance(error, IntegrityError):
             hashes.recheck()
         raise

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import logging
-from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self
 
 from weightwire.client.remote import bytes_of
@@ -72,9 +71,7 @@ class RegisteredMemory:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()
 
 

@@ -16,8 +16,8 @@ class PushSummary:
     """What a push did. ``bytes`` is what the tensors hold and ``sent`` what of it crossed the wire; ``hits`` and
     ``misses`` count the tensors that the server's cache had and had not, ``corrupt_hits`` those that it filled wrongly
     and that were sent therefore. ``hashes_known`` counts tensors whose hash the index knew, so that they were not read
-    to be asked about; ``threads`` hashed the others (0: the one that sends did). ``verified`` says that every byte was
-    read back and compared, which took ``verify_seconds`` of the ``seconds``.
+    to be asked about; ``threads`` could hash the others (0: the one that sends did). ``verified`` says that every byte
+    was read back and compared, which took ``verify_seconds`` of the ``seconds``.
     """
 
     tensors: int

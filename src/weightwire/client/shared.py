@@ -6,22 +6,24 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
+from weightwire.client.crew import Member, SummedProgress, Target, run_all
+from weightwire.client.dropping import Claim, claims_for, dropping
 from weightwire.client.hashes import TensorHashes
 from weightwire.errors import ModelError
 
 if TYPE_CHECKING:
     from weightwire.client.connection import Connection
-    from weightwire.client.crew import Target
-    from weightwire.client.dropping import Claim
     from weightwire.client.hashpool import HashFeed
     from weightwire.client.options import PushOptions
     from weightwire.model import Model, ModelTensor
 
-__all__ = ["SharedHashes", "Visits", "shared_hashes"]
+__all__ = ["SharedHashes", "shared_hashes", "visit_all"]
 
 _log = logging.getLogger(__name__)
+
+_R = TypeVar("_R")
 
 
 class SharedHashes:
@@ -59,38 +61,6 @@ class SharedHashes:
                 _log.warning("what the tensors hash to could not be remembered", exc_info=True)
 
 
-class Visits:
-    """How each of ``targets`` is connected to, by ``connect``, and lets go of what it shares with the others."""
-
-    def __init__(
-        self,
-        targets: Sequence[Target],
-        shared: SharedHashes | None,
-        claims: Sequence[Claim | None],
-        connect: Callable[[Target], Connection],
-    ) -> None:
-        self._targets = targets
-        self._shared = shared
-        self._claims = claims
-        self._connect = connect
-
-    def open(self, target: Target) -> Connection:
-        """A connection to ``target``. Where there can be none, `leave` has been done."""
-        try:
-            return self._connect(target)
-        except BaseException:
-            self.leave(self._targets.index(target))
-            raise
-
-    def leave(self, number: int) -> None:
-        """Target ``number`` wants no hashes and reads nothing any more. Idempotent."""
-        if self._shared is not None:
-            self._shared.leave(number)
-        claim = self._claims[number]
-        if claim is not None:
-            claim.close()
-
-
 @contextlib.contextmanager
 def shared_hashes(
     model: Model, chosen: Sequence[Sequence[ModelTensor]], options: PushOptions
@@ -100,22 +70,63 @@ def shared_hashes(
         yield None
         return
     wanted = {tensor.name for tensors in chosen for tensor in tensors}
-    index = options.open_index()
-    try:
-        hashes = TensorHashes(
-            [tensor for name, tensor in model.tensors.items() if name in wanted],
-            threads=options.load.threads,
-            in_flight=options.load.in_flight,
-            index=index,
-            read=options.read,
-            dropping=options.drop_behind,
-            plain=not options.optimized,
-        )
+    with options.opened_index() as index:
+        hashes = TensorHashes.of((t for name, t in model.tensors.items() if name in wanted), options, index)
         feeds = [hashes.feed(tensors, len(chosen)) for tensors in chosen]
         try:
             yield SharedHashes(model, hashes, feeds)
         finally:
             hashes.close()
-    finally:
-        if index is not None and index is not options.index:
-            index.close()
+
+
+def visit_all(
+    model: Model,
+    targets: Sequence[Target],
+    chosen: Sequence[Sequence[ModelTensor]],
+    options: PushOptions,
+    summed: SummedProgress,
+    connect: Callable[[str], Connection],
+    work: Callable[[int, Connection, SharedHashes | None, Claim | None], _R],
+) -> list[Member[_R]]:
+    """`run_all` for ``targets`` that want ``chosen`` of ``model``.
+
+    For each there is ``work(number, connection, hashes, claim)``. The hashes are those of `shared_hashes`, the claim is
+    None unless files are dropped behind; both are let go of when that is over, and where ``connect``, given the
+    endpoint, makes no connection. What ``summed`` was stopped by ends all. What was found out goes into the index if
+    one of them has succeeded.
+    """
+    with dropping(options.drop_behind) as drop, shared_hashes(model, chosen, options) as shared:
+        claims = claims_for(drop, chosen)
+
+        def leave(number: int) -> None:
+            if shared is not None:
+                shared.leave(number)
+            claim = claims[number]
+            if claim is not None:
+                claim.close()
+
+        def reach(target: Target) -> Connection:
+            try:
+                return connect(target.endpoint)
+            except BaseException:
+                leave(targets.index(target))
+                raise
+
+        def visit(number: int, connection: Connection) -> _R:
+            try:
+                result = work(number, connection, shared, claims[number])
+            finally:
+                leave(number)
+            summed.finish(number)
+            return result
+
+        members = run_all(targets, reach, visit, lambda: summed.error)
+        try:
+            if shared is not None and any(member.result is not None for member in members):
+                shared.record()
+        except BaseException:
+            for member in members:
+                if member.connection is not None:
+                    member.connection.close()
+            raise
+    return members

@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from weightwire.client import device as devices
 from weightwire.client.asking import Questions
 from weightwire.client.channel import Channel
 from weightwire.client.connection import Connection, connect
-from weightwire.client.crew import SummedProgress, Target, as_targets, run_all
-from weightwire.client.dropping import Claim, claims_for, dropping
+from weightwire.client.crew import SummedProgress, Target, as_targets
+from weightwire.client.dropping import Claim
 from weightwire.client.fanout import chosen_for
 from weightwire.client.hashes import TensorHashes, is_cached
 from weightwire.client.hashpool import HashFeed
@@ -20,14 +21,16 @@ from weightwire.client.plain import PlainSender
 from weightwire.client.push import ModelSource
 from weightwire.client.remote import RemoteBuffer, RemoteTensor
 from weightwire.client.sender import Sender
-from weightwire.client.shared import Visits, shared_hashes
+from weightwire.client.shared import SharedHashes, visit_all
 from weightwire.client.sources import Sources
 from weightwire.config import PathConfig, profile_wanted
 from weightwire.errors import AllocationError, CacheUnavailable
 from weightwire.index import IndexChoice
-from weightwire.model import Model, ModelTensor, open_model
+from weightwire.model import Model, ModelTensor
+from weightwire.model.opening import opened_model
 from weightwire.profile import LoadProfile, Stage
 from weightwire.ranges import FileRange
+from weightwire.transport.negotiate import check_arguments
 
 __all__ = ["WarmSummary", "Warmed", "warm"]
 
@@ -43,7 +46,7 @@ class WarmSummary:
     """What `warm` did with one server. ``tensors`` and ``bytes`` are those over 10 MiB, which caches hold: ``hits`` it
     had already, ``misses`` and ``corrupt_hits`` (kept wrongly) were sent, ``sent`` bytes of them. ``too_large`` names
     tensors that are longer than the server's largest buffer: they cannot be brought there, by a cache or without.
-    ``hashes_known`` counts those whose hash the index knew; ``threads`` hashed the others.
+    ``hashes_known`` counts those of the others whose hash the index knew; ``threads`` could hash what it did not know.
     """
 
     tensors: int
@@ -110,6 +113,7 @@ def warm(
     aims = as_targets(targets)
     profile = profile_wanted(profile)
     path = PathConfig.resolve(optimized=optimized)
+    check_arguments(timeout, protocol, transport)
     options = PushOptions(
         cache="always",
         threads=threads,
@@ -119,60 +123,41 @@ def warm(
         read=read,
         optimized=path.optimized,
     )
-    opened = model if isinstance(model, Model) else open_model(model)
-    try:
+    with opened_model(model) as opened:
         chosen = [[tensor for tensor in chosen_for(opened, target) if is_cached(tensor)] for target in aims]
         summed = SummedProgress(progress, [sum(tensor.nbytes for tensor in tensors) for tensors in chosen])
         opened.check_unchanged()
-        with dropping(drop_behind) as drop, shared_hashes(opened, chosen, options) as shared:
+
+        def work(number: int, connection: Connection, shared: SharedHashes | None, claim: Claim | None) -> WarmSummary:
             assert shared is not None  # cache="always"
-            claims = claims_for(drop, chosen)
+            hashes, feed = shared.take(number)
+            with connection, connection._channel.exclusive("warm"):
+                return _warm(
+                    connection._channel, connection.server_has_cache, opened, chosen[number],
+                    aims[number].device, hashes, feed, claim, options, summed.of(number),
+                )  # fmt: skip
 
-            visits = Visits(
-                aims,
-                shared,
-                claims,
-                lambda target: connect(
-                    target.endpoint,
-                    timeout=timeout,
-                    protocol=protocol,
-                    transport=transport,
-                    profile=profile,
-                    optimized=path.optimized,
-                ),
-            )
-
-            def work(number: int, connection: Connection) -> WarmSummary:
-                try:
-                    hashes, feed = shared.take(number)
-                    with connection, connection._channel.exclusive("warm"):
-                        summary = _warm(
-                            connection._channel, connection.server_has_cache, opened, chosen[number],
-                            aims[number].device, hashes, feed, claims[number], options, summed.of(number),
-                        )  # fmt: skip
-                finally:
-                    visits.leave(number)
-                summed.finish(number)
-                return summary
-
-            members = run_all(aims, visits.open, work, lambda: summed.error)
-            if any(member.result is not None for member in members):
-                shared.record()
-        return [
-            Warmed(
-                member.target,
-                member.target.endpoint if member.connection is None else member.connection.endpoint,
-                None if member.connection is None else member.connection.protocol,
-                None if member.connection is None else member.connection.transport,
-                member.result,
-                member.error,
-                path.optimized,
-            )
-            for member in members
-        ]
-    finally:
-        if opened is not model:
-            opened.close()
+        reach = partial(
+            connect,
+            timeout=timeout,
+            protocol=protocol,
+            transport=transport,
+            profile=profile,
+            optimized=path.optimized,
+        )
+        members = visit_all(opened, aims, chosen, options, summed, reach, work)
+    return [
+        Warmed(
+            member.target,
+            member.target.endpoint if member.connection is None else member.connection.endpoint,
+            None if member.connection is None else member.connection.protocol,
+            None if member.connection is None else member.connection.transport,
+            member.result,
+            member.error,
+            path.optimized,
+        )
+        for member in members
+    ]
 
 
 def _warm(

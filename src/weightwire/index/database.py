@@ -7,8 +7,9 @@ import fcntl
 import logging
 import os
 import stat
+import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import IO, TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     import sqlite3
@@ -24,6 +25,9 @@ _VERSION: Final = 1
 _MAGIC: Final = b"SQLite format 3\0"
 _POLL: Final = 0.1
 """Seconds that SQLite waits for a lock by itself; longer waits are ours, where Ctrl-C is heard."""
+
+_PATIENCE = 1.0
+"""Seconds that a process is given to move a damaged index aside."""
 
 _SCHEMA: Final = (
     "CREATE TABLE files (id INTEGER PRIMARY KEY, device INTEGER NOT NULL, inode INTEGER NOT NULL,"
@@ -123,7 +127,7 @@ def move_aside(path: Path, seen: tuple[int, int] | None) -> bool:
     """
     try:
         with open(path.with_name(path.name + ".lock"), "ab") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _take(lock)
             try:
                 found = os.stat(path)
             except FileNotFoundError:
@@ -142,3 +146,16 @@ def move_aside(path: Path, seen: tuple[int, int] | None) -> bool:
     except OSError as error:
         logger.debug("index %s cannot be moved aside: %s", path, error)
         return False
+
+
+def _take(lock: IO[bytes]) -> None:
+    """Lock the file. BlockingIOError if another process still has it after a while."""
+    deadline = time.monotonic() + _PATIENCE
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                raise
+        time.sleep(0.01)

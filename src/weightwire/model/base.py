@@ -10,11 +10,11 @@ import stat
 import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import NamedTuple, Self
 
 from weightwire.errors import ModelError
-from weightwire.ranges import FileRange
+from weightwire.ranges import SYSCALL_MAX, FileRange
 
 __all__ = ["MAX_ELEMENTS", "Model", "ModelFile", "ModelTensor", "element_count", "refuse", "usable_name"]
 
@@ -129,7 +129,7 @@ class ModelFile:
         parts: list[bytes] = []
         while nbytes:
             try:
-                part = os.pread(self.fd, nbytes, offset)
+                part = os.pread(self.fd, min(nbytes, SYSCALL_MAX), offset)
             except OSError as error:
                 raise refuse(error, self.path, "read") from error
             if not part:
@@ -260,9 +260,7 @@ class Model:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()
 
     def __repr__(self) -> str:

@@ -2,39 +2,61 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Final
 
-from weightwire.errors import ModelError
+from weightwire.config import shown
+from weightwire.errors import ConfigError, ModelError
 from weightwire.model.arrays import open_arrays
 from weightwire.model.base import Model, ModelFile, refuse
 from weightwire.model.gguf import MAGIC
 from weightwire.model.safetensors import INDEX_SUFFIX, open_safetensors, open_safetensors_index
 from weightwire.model.shards import ShardName, open_gguf
 
-__all__ = ["open_model"]
+__all__ = ["open_model", "opened_model"]
 
 _SUFFIXES: Final = (".gguf", ".safetensors")
 
+_Source = str | bytes | os.PathLike[str] | os.PathLike[bytes] | Mapping[str, object] | Model
 
-def open_model(source: str | bytes | os.PathLike[str] | os.PathLike[bytes] | Mapping[str, object] | Model) -> Model:
+
+def open_model(source: _Source) -> Model:
     """Open a model; nothing but headers is read.
 
     ``source`` is a GGUF or safetensors file, any shard of a split model, a ``*.safetensors.index.json``, a folder with
     one model in it, a mapping from names to arrays (anything with the buffer protocol), or a Model, which is returned
     as it is.
 
-    Raises ModelError, with the path and the byte, for whatever is missing, unreadable, truncated or malformed.
+    Raises ModelError, with the path and the byte, for whatever is missing, unreadable, truncated or malformed, and
+    ConfigError for a ``source`` that is none of these.
     """
     if isinstance(source, Model):
         return source
     if isinstance(source, Mapping):
         return open_arrays(source)
-    path = os.fsdecode(source)
+    try:
+        path = os.fsdecode(source)
+    except TypeError as error:
+        raise ConfigError(
+            f"model: {shown(source)} is neither a path nor a mapping of arrays",
+            hint="give the path of a GGUF or safetensors file, a mapping from names to arrays, or an open model",
+        ) from error
     if os.path.isdir(path):
         return _open_file(_model_in(path))
     return _open_file(path)
+
+
+@contextlib.contextmanager
+def opened_model(source: _Source) -> Iterator[Model]:
+    """`open_model` as a context manager that closes what it has opened: a Model stays as open as it was given."""
+    model = open_model(source)
+    try:
+        yield model
+    finally:
+        if model is not source:
+            model.close()
 
 
 def _open_file(path: str) -> Model:

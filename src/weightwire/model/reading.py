@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from weightwire.errors import ModelError
-from weightwire.ranges import FileRange
+from weightwire.ranges import SYSCALL_MAX, FileRange
 
 __all__ = ["read_bytes", "read_range"]
 
@@ -19,7 +19,7 @@ def read_range(payload: FileRange, position: int, into: memoryview) -> memoryvie
     while got < into.nbytes:
         at = payload.offset + position + got
         try:
-            count = os.preadv(payload.fd, [into[got:]], at)
+            count = os.preadv(payload.fd, [into[got : got + SYSCALL_MAX]], at)
         except OSError as error:
             raise ModelError(f"cannot read: {error.strerror}", path=payload.path, offset=at) from error
         if count == 0:

@@ -63,7 +63,7 @@ class HostMemory(Destination):
     """Anonymous memory in huge pages: what a server uses unless told otherwise.
 
     Only this very class is written to directly. Of a class derived from it nobody knows what `write` does besides, so
-    it is called like any other hook. Raises MemoryError if the system has no room for ``nbytes``.
+    it is called like any other hook, by `fill` too. Raises MemoryError if the system has no room for ``nbytes``.
     """
 
     def __init__(self, nbytes: int, device: int = 0) -> None:
@@ -107,7 +107,13 @@ class HostMemory(Destination):
         view[:] = self._slice(offset, view.nbytes)
 
     def fill(self, offset: int, nbytes: int, value: int) -> None:
-        """Set bytes to ``value``. Zeros into memory that nothing was written to cost nothing: it is zero already."""
+        """Set bytes to ``value``. Zeros into memory that nothing was written to cost nothing: it is zero already.
+
+        A derived class that has a `write` of its own gets them all through that.
+        """
+        if type(self).write is not HostMemory.write:
+            super().fill(offset, nbytes, value)
+            return
         if self._pristine and value == 0:
             return
         self.window(offset, nbytes).release()  # checks the bounds

@@ -10,13 +10,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import Final, Self
 
 from weightwire.cache.saving import Saver
 from weightwire.cache.store import TensorCache
 from weightwire.cache.workers import Workers
-from weightwire.config import RETAIN_MODES, PathConfig, checked_seconds, profile_wanted
+from weightwire.config import RETAIN_MODES, PathConfig, checked_seconds, profile_wanted, shown
 from weightwire.errors import ConfigError, RdmaUnavailable, TransportError
 from weightwire.profile import LoadProfile
 from weightwire.server import arguments
@@ -307,9 +306,7 @@ class Server:
     def __enter__(self) -> Self:
         return self.start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()
 
     def serve_forever(self) -> None:
@@ -375,8 +372,10 @@ class Server:
     def forget(self, name: str) -> bool:
         """Take the tensors called ``name`` out of `tensors`, and free their memory if nothing else needs it.
 
-        Whether there was one. ConfigError in a process that was forked while the server ran.
+        Whether there was one. ConfigError for what is no text, and in a process that was forked while the server ran.
         """
+        if not isinstance(name, str):
+            raise ConfigError(f"forget: {shown(name)} is no tensor's name", hint="names are text")
         if self._elsewhere():
             # Locks that others held at that moment would never be released.
             raise ConfigError("this server runs in the process that started it", hint="forget it there")

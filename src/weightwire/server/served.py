@@ -125,7 +125,7 @@ class _Names(Mapping[str, ServedTensor]):
         self._registry = registry
 
     def __getitem__(self, name: str) -> ServedTensor:
-        found = self._registry.find(name)
+        found = self._registry.find(name) if isinstance(name, str) else None
         if found is None:
             raise KeyError(name)
         return found

@@ -322,10 +322,9 @@ class Session:
         """
         stream = self._stream
         assert isinstance(stream, RdmaStream)
-        self._untried = False
+        self._untried = served = False
         try:
             served = self._request(self._services.stall_timeout)
-            self._carrier = "rdma"
             return served
         except RdmaUnavailable as error:
             if self._inside:
@@ -339,6 +338,9 @@ class Session:
             if self._inside:
                 raise
             raise BadRequest(f"the client agreed on RDMA, and sent nothing for {error.elapsed:.1f} s") from None
+        finally:
+            if served or self._inside:  # it was heard there, even if its request could not be served
+                self._carrier = "rdma"
 
     def _trickle(self, nbytes: int, deadline: float) -> bytes:
         """Read ``nbytes`` bytes by the deadline, however slowly they come: each byte alone counts as progress to the

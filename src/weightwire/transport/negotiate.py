@@ -47,7 +47,7 @@ from weightwire.wire.dialect import DIALECTS, OURS, Dialect, described_version, 
 from weightwire.wire.framing import RESPONSE_HEADER_BYTES, parse_u64, request_header
 from weightwire.wire.hello import NO_CAPS, Greeting, decode_hello_answer, encode_hello_request
 
-__all__ = ["Opened", "open_connection"]
+__all__ = ["Asked", "Opened", "check_arguments", "open_connection"]
 
 _log = logging.getLogger(__name__)
 
@@ -75,8 +75,33 @@ class Opened(NamedTuple):
     carrier: Carrier
 
 
+class Asked(NamedTuple):
+    """What the arguments of a connection come to: seconds, the version it is told to speak, whether RDMA must do."""
+
+    timeout: float
+    forced: Dialect | None
+    required: bool
+
+
 class _Unusable(Exception):
     """RDMA was agreed on in HELLO and does not work; the argument is why. The connection is closed."""
+
+
+def check_arguments(timeout: object, protocol: str | None, transport: object) -> Asked:
+    """What `open_connection` can say of its arguments before it knows a server: ConfigError for what cannot be used,
+    in the variables of RDMA, too, unless ``transport`` is "tcp".
+    """
+    seconds = checked_seconds("timeout", timeout)
+    required = check_transport(transport) == "rdma"
+    forced = None if protocol is None else described_version(protocol).dialect
+    if required and forced is not None and not forced.rdma:
+        raise ConfigError(
+            f"transport='rdma', and protocol {forced.text} has no RDMA",
+            hint="4.0 and newer have it; leave out the protocol or the transport",
+        )
+    if transport != "tcp":
+        check_environment(os.environ)
+    return Asked(seconds, forced, required)
 
 
 def open_connection(
@@ -97,16 +122,7 @@ def open_connection(
     PeerClosed and TransportError for the rest; RdmaUnavailable if RDMA was required and cannot be had. In every case
     the socket is closed again.
     """
-    timeout = checked_seconds("timeout", timeout)
-    required = check_transport(transport) == "rdma"
-    forced = None if protocol is None else described_version(protocol).dialect
-    if required and forced is not None and not forced.rdma:
-        raise ConfigError(
-            f"transport='rdma', and protocol {forced.text} has no RDMA",
-            hint="4.0 and newer have it; leave out the protocol or the transport",
-        )
-    if transport != "tcp":
-        check_environment(os.environ)
+    timeout, forced, required = check_arguments(timeout, protocol, transport)
     barred = on_tcp(ASKED_FOR_TCP) if transport == "tcp" else None
     try:
         opened = _open(endpoint, timeout, forced, barred, required, optimized)

@@ -5,16 +5,11 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import Final
 
-from weightwire.wire.tensor import RPC_TENSOR_BYTES
-
 __all__ = [
     "ALLOC_SIZE_SOURCES",
     "CACHE_THRESHOLD",
     "COMPUTE_COMMANDS",
     "DEFAULT_PORT",
-    "EXTENSION_COMMANDS",
-    "GET_TENSOR_BYTES",
-    "SET_TENSOR_HASH_BYTES",
     "VARIABLE_COMMANDS",
     "Command",
 ]
@@ -67,9 +62,4 @@ COMPUTE_COMMANDS: Final = frozenset(
 VARIABLE_COMMANDS: Final = frozenset({Command.SET_TENSOR, Command.SET_TENSOR_2D, Command.GRAPH_COMPUTE})
 """Requests whose payload has no fixed size: a head, then data."""
 
-EXTENSION_COMMANDS: Final = range(0xE0, 0x100)
-"""Numbers kept for weightwire's own extensions; none is defined yet (docs/protocol.md, section 13)."""
-
-SET_TENSOR_HASH_BYTES: Final = RPC_TENSOR_BYTES + 16
-GET_TENSOR_BYTES: Final = RPC_TENSOR_BYTES + 16
 ALLOC_SIZE_SOURCES: Final = 10

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 
 from weightwire.errors import ConfigError, VersionError
 from weightwire.wire.codec import DEVICE_COMMANDS, Codec
-from weightwire.wire.commands import ALLOC_SIZE_SOURCES, CACHE_THRESHOLD, COMPUTE_COMMANDS, VARIABLE_COMMANDS, Command
+from weightwire.wire.commands import ALLOC_SIZE_SOURCES, CACHE_THRESHOLD, VARIABLE_COMMANDS, Command
 from weightwire.wire.tensor import RPC_TENSOR_BYTES
 from weightwire.wire.types import TYPES
 
@@ -80,11 +80,6 @@ class Dialect(Codec):
     def name_of(self, number: int) -> str:
         """``"SET_TENSOR"``, or ``"command 99"`` for a number that this version does not know."""
         return Command(number).name if number in self.commands else f"command {number}"
-
-    @property
-    def compute_commands(self) -> frozenset[Command]:
-        """The commands of this version that a server which only stores weights refuses."""
-        return self.commands & COMPUTE_COMMANDS
 
     def answered(self, cmd: int) -> bool:
         """Whether the server answers ``cmd``, be it with an empty answer."""

@@ -18,7 +18,6 @@ __all__ = [
     "MAX_MESSAGE_BYTES",
     "REQUEST_HEADER_BYTES",
     "RESPONSE_HEADER_BYTES",
-    "U64_MAX",
     "parse_request_header",
     "parse_u64",
     "request_header",
@@ -30,7 +29,6 @@ _U64: Final = struct.Struct("<Q")
 
 REQUEST_HEADER_BYTES: Final = 9
 RESPONSE_HEADER_BYTES: Final = 8
-U64_MAX: Final = (1 << 64) - 1
 
 MAX_MESSAGE_BYTES: Final = (1 << 63) - 1
 """Largest payload size ever sent or believed, bytes: a stock server aborts at 2^63 (docs/protocol.md, section 10)."""

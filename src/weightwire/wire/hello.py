@@ -11,7 +11,6 @@ from weightwire.wire.tensor import Readable
 __all__ = [
     "CACHE_BIT",
     "CAPS_BYTES",
-    "EXTENSION_BIT",
     "NO_CAPS",
     "Greeting",
     "decode_hello_answer",
@@ -26,9 +25,6 @@ NO_CAPS: Final = bytes(CAPS_BYTES)
 
 CACHE_BIT: Final = 1
 """Of ``Greeting.flags``: the server keeps a tensor cache, so SET_TENSOR_HASH is worth asking."""
-
-EXTENSION_BIT: Final = 2
-"""Of ``Greeting.flags``: the server understands commands 0xE0 to 0xFF."""
 
 _SHORT: Final = 3
 _LONG: Final = 4 + CAPS_BYTES

@@ -19,7 +19,6 @@ __all__ = [
     "TensorType",
     "contiguous_nbytes",
     "contiguous_strides",
-    "is_quantised",
     "span_nbytes",
     "type_by_name",
 ]
@@ -174,8 +173,3 @@ def span_nbytes(code: int, ne: Sequence[int], nb: Sequence[int]) -> int:
     return ne[0] * nb[0] // kind.block + sum(
         (extent - 1) * stride for extent, stride in zip(ne[1:], nb[1:], strict=True)
     )
-
-
-def is_quantised(code: int) -> bool:
-    """Whether the type stores several elements in one block. ValueError if it is unknown."""
-    return _known(code).block > 1

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from support.forks import in_a_fork
-from support.guest import ADDRESS, ServeProcess, weightwire_json
+from support.guest import ADDRESS, ServeProcess, rdma_objects, weightwire_json
 from support.leaks import LeakCheck, eventually
 from support.model_slice import LARGE
 
@@ -149,6 +149,7 @@ def pushing_to(server: ServeProcess, timeout: float) -> tuple[threading.Thread, 
     return thread, raised, under_way
 
 
+@pytest.mark.usefixtures("nothing_held")
 def test_a_server_that_is_killed_under_a_push(no_leaks: LeakCheck, serve: Serve) -> None:
     server = serve()
     thread, raised, _ = pushing_to(server, timeout=300.0)
@@ -161,6 +162,7 @@ def test_a_server_that_is_killed_under_a_push(no_leaks: LeakCheck, serve: Serve)
     assert [type(error) for error in raised] in ([PeerClosed], [CompletionError])
 
 
+@pytest.mark.usefixtures("nothing_held")
 def test_a_server_that_is_stopped_under_a_push(no_leaks: LeakCheck, serve: Serve) -> None:
     server = serve()
     thread, raised, _ = pushing_to(server, timeout=2.0)
@@ -169,6 +171,7 @@ def test_a_server_that_is_stopped_under_a_push(no_leaks: LeakCheck, serve: Serve
     assert [type(error) for error in raised] == [TransferTimeout]
 
 
+@pytest.mark.usefixtures("nothing_held")
 def test_a_client_that_is_killed(no_leaks: LeakCheck) -> None:
     """The server lets go of its memory, and serves the next one."""
     with weightwire.Server(ADDRESS, 0, memory=40 * MIB) as server:
@@ -188,6 +191,7 @@ def test_a_client_that_is_killed(no_leaks: LeakCheck) -> None:
                 time.sleep(0.05)
 
 
+@pytest.mark.usefixtures("nothing_held")
 def test_a_push_that_is_interrupted(slice_path: Path, serve: Serve, tmp_path: Path) -> None:
     """Ctrl-C while the server takes nothing."""
     server = serve()
@@ -225,25 +229,14 @@ def test_a_fork_of_the_client(serve: Serve) -> None:
         assert connection.push({"w": memoryview(payload)}, verify=True).summary.verified
 
 
-def held() -> dict[str, int]:
-    """What the kernel counts of RDMA objects (by the thread that made them: so all there are), and pinned pages."""
-    found = dict.fromkeys(("pd", "cq", "qp", "mr", "ctx"), 0)
-    for kind in found:
-        listed = subprocess.run(["rdma", "-j", "resource", "show", kind], capture_output=True, text=True, check=True)
-        found[kind] = len(json.loads(listed.stdout or "[]"))
-    status = Path("/proc/self/status").read_text()
-    found["pinned"] = int(status.split("VmPin:")[1].split()[0])
-    return found
-
-
 @pytest.mark.timeout(400)
 def test_hundreds_of_connections_leave_nothing(no_leaks: LeakCheck) -> None:
-    before = held()
+    before = rdma_objects()
     with weightwire.Server(ADDRESS, 0, transport="rdma") as server:
         for index in range(300):
             with weightwire.connect(server.endpoints[0], transport="rdma", timeout=CONNECTING) as connection:
                 if index == 0:
-                    inside = held()
+                    inside = rdma_objects()
                 elif index % 50 == 10:
                     connection.push({"w": memoryview(bytes(MIB))})
             if index == 60:
@@ -251,7 +244,7 @@ def test_hundreds_of_connections_leave_nothing(no_leaks: LeakCheck) -> None:
     print(f"inside {inside}, resident {resident} KiB after 60 connections, {peak_resident()} KiB after all")
     assert inside["qp"] == before["qp"] + 2
     assert inside["mr"] == before["mr"] + 4
-    assert eventually(lambda: held() == before, 60), (before, held())
+    assert eventually(lambda: rdma_objects() == before, 60), (before, rdma_objects())
     # Rings of 8 MiB at each end: one pair left behind in fifty would be several times this.
     assert peak_resident() - resident < 16 << 10
 

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from support.guest import ADDRESS, ServeProcess
+from support.guest import ADDRESS, ServeProcess, rdma_objects
+from support.leaks import eventually
 from support.require import do_without
 from support.stock import StockServer
 
@@ -25,6 +26,22 @@ def slice_path() -> Path:
     """A GGUF of 16.8 MiB: the real model's first block, and rows of its large tensor, of 13 MiB."""
     path = Path(os.environ["WEIGHTWIRE_GUEST_FOLDER"]) / "slice.gguf"
     return path if path.exists() else do_without("the real model", "nothing was cut from it for the guest")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def held_at_the_start() -> dict[str, int]:
+    """The RDMA objects that are there before any test: the kernel's own."""
+    return rdma_objects()
+
+
+@pytest.fixture
+def nothing_held(held_at_the_start: dict[str, int]) -> Iterator[None]:
+    """Nobody has an RDMA object when the test and what it started have ended, and this process has nothing pinned.
+
+    It is asked for with `usefixtures`, so that it looks last.
+    """
+    yield
+    assert eventually(lambda: rdma_objects() == held_at_the_start, 60), (held_at_the_start, rdma_objects())
 
 
 @pytest.fixture

@@ -63,6 +63,15 @@ def test_what_does_not_fit_the_budget_leaves_no_result(runner: object, monkeypat
     assert results(runner) == set()
 
 
+def test_an_emulated_machine_has_five_rounds_at_least() -> None:
+    import test_rdma
+
+    for asked, taken in ((1, "5"), (3, "5"), (7, "7")):
+        words = test_rdma.command("some-kernel", asked)
+        assert words[words.index("--rounds") + 1] == taken
+        assert words[-2:] == ["--kernel", "some-kernel"]
+
+
 def test_the_steps_name_benchmarks_that_exist(runner: object) -> None:
     for step in runner.STEPS:
         assert (BENCHMARKS / step.arguments[0]).is_file()

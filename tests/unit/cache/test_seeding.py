@@ -115,6 +115,19 @@ def test_equal_tensors_have_one_entry(known: bool, tmp_path: Path, directory: Pa
     assert files_in(directory) == entries_of(tensors["t0"])
 
 
+@pytest.mark.parametrize("progress", [5, "x"])
+def test_a_progress_that_cannot_be_called(progress: Any, model: Path, directory: Path) -> None:
+    with pytest.raises(ConfigError, match="progress"):
+        seed(model, directory, progress=progress, index=False)
+    assert not directory.exists()
+
+
+@pytest.mark.parametrize("name", ["a\0b", "\ud800", " "])
+def test_a_directory_that_no_file_could_be_called(name: str, model: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be the name"):
+        seed(model, name, index=False)
+
+
 def test_progress_is_told_on_this_thread_and_arrives(model: Path, directory: Path) -> None:
     told: list[tuple[str, int, int]] = []
     threads = set()

@@ -38,6 +38,14 @@ def read(fd: int | None) -> bytes:
         os.close(fd)
 
 
+def save(cache: TensorCache, *chunks: bytes | bytearray | memoryview) -> bool:
+    """Write an entry of ``chunks`` under the name of `DATA`. Whether it is there."""
+    with cache.writer() as writer:
+        for chunk in chunks:
+            writer.write(chunk)
+        return writer.commit(HASH)
+
+
 def test_names_are_16_lower_case_digits() -> None:
     assert entry_name(0xABC) == "0000000000000abc"
     assert entry_name((1 << 64) - 1) == "f" * 16
@@ -77,7 +85,7 @@ def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
 
 
 def test_what_is_saved_is_found(cache: TensorCache) -> None:
-    assert cache.save(HASH, [DATA[:100], memoryview(DATA)[100:101], bytearray(DATA[101:])])
+    assert save(cache, DATA[:100], memoryview(DATA)[100:101], bytearray(DATA[101:]))
     assert cache.path_for(HASH).read_bytes() == DATA
     assert read(cache.lookup(HASH, len(DATA))) == DATA
     assert cache.size_of(HASH) == len(DATA)
@@ -87,7 +95,7 @@ def test_what_is_saved_is_found(cache: TensorCache) -> None:
 def test_an_entry_has_ordinary_permissions_and_nothing_is_left_beside_it(cache: TensorCache) -> None:
     before = os.umask(0o027)
     try:
-        cache.save(HASH, [DATA])
+        save(cache, DATA)
     finally:
         os.umask(before)
     assert stat.S_IMODE(cache.path_for(HASH).stat().st_mode) == 0o640
@@ -96,7 +104,7 @@ def test_an_entry_has_ordinary_permissions_and_nothing_is_left_beside_it(cache: 
 
 @pytest.mark.parametrize("nbytes", [0, len(DATA) - 1, len(DATA) + 1, 1 << 62])
 def test_another_size_is_a_miss(cache: TensorCache, nbytes: int) -> None:
-    cache.save(HASH, [DATA])
+    save(cache, DATA)
     assert cache.lookup(HASH, nbytes) is None
 
 
@@ -124,7 +132,7 @@ def test_a_huge_entry_is_not_read_whole(cache: TensorCache, monkeypatch: pytest.
     cache.look_into(HASH, len(DATA))
     assert hashed == [len(DATA)], "as much as the tensor has, and only once"
     assert path.exists(), "nothing shows that it is bad"
-    assert cache.save(HASH, [DATA])
+    assert save(cache, DATA)
     assert path.read_bytes() == DATA
 
 
@@ -160,7 +168,7 @@ def test_a_link_is_not_followed_and_a_save_replaces_it(
     assert "symbolic link" in caplog.text
     assert cache.size_of(HASH) is None
     other = b"x" * len(DATA)
-    assert cache.save(HASH, [other])
+    assert save(cache, other)
     assert not cache.path_for(HASH).is_symlink()
     assert cache.path_for(HASH).read_bytes() == other
     assert foreign.read_bytes() == DATA
@@ -170,7 +178,7 @@ def test_a_directory_is_left_alone(cache: TensorCache, caplog: pytest.LogCapture
     cache.path_for(HASH).mkdir()
     assert cache.lookup(HASH, cache.path_for(HASH).stat().st_size) is None
     assert "not a regular file" in caplog.text
-    assert not cache.save(HASH, [DATA])
+    assert not save(cache, DATA)
     assert not cache.quarantine(HASH, "test")
     assert os.listdir(cache.directory) == [entry_name(HASH)]
 
@@ -184,7 +192,7 @@ def test_a_fifo_is_not_waited_for(cache: TensorCache) -> None:
 def test_what_is_quarantined_is_kept_aside_and_it_says_why(
     cache: TensorCache, caplog: pytest.LogCaptureFixture
 ) -> None:
-    cache.save(HASH, [DATA])
+    save(cache, DATA)
     assert cache.quarantine(HASH, "for a reason")
     assert not cache.path_for(HASH).exists()
     assert "for a reason" in caplog.text
@@ -209,20 +217,17 @@ def test_a_writer_that_is_left_leaves_nothing(cache: TensorCache) -> None:
     assert not writer.commit(HASH)
 
 
-def test_chunks_that_fail_leave_nothing(cache: TensorCache) -> None:
-    def chunks() -> object:
-        yield DATA
+def test_a_writer_whose_user_fails_leaves_nothing(cache: TensorCache) -> None:
+    with pytest.raises(RuntimeError, match="gone"), cache.writer() as writer:
+        writer.write(DATA)
         raise RuntimeError("gone")
-
-    with pytest.raises(RuntimeError, match="gone"):
-        cache.save(HASH, chunks())  # type: ignore[arg-type]
     assert os.listdir(cache.directory) == []
 
 
 def test_a_save_replaces_a_bad_entry_in_one_step(cache: TensorCache) -> None:
     cache.path_for(HASH).write_bytes(b"half")
     fd = cache.lookup(HASH, 4)
-    cache.save(HASH, [DATA])
+    save(cache, DATA)
     assert read(fd) == b"half"  # who has the old file open keeps it whole
     assert cache.path_for(HASH).read_bytes() == DATA
 
@@ -235,15 +240,15 @@ def test_a_full_disk_is_reported_once(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", full)
-        assert not cache.save(HASH, [DATA])
-        assert not cache.save(HASH, [DATA])
+        assert not save(cache, DATA)
+        assert not save(cache, DATA)
     assert [record.levelname for record in caplog.records] == ["WARNING", "DEBUG"]
     assert "No space left on device" in caplog.records[0].getMessage()
     assert os.listdir(cache.directory) == []
-    assert cache.save(HASH, [DATA])  # and it recovers
+    assert save(cache, DATA)  # and it recovers
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", full)
-        assert not cache.save(HASH, [DATA])
+        assert not save(cache, DATA)
     assert [record.levelname for record in caplog.records] == ["WARNING", "DEBUG", "WARNING"]
 
 
@@ -251,7 +256,7 @@ def test_a_directory_that_has_vanished_loses_only_the_entry(
     cache: TensorCache, caplog: pytest.LogCaptureFixture
 ) -> None:
     cache.directory.rmdir()
-    assert not cache.save(HASH, [DATA])
+    assert not save(cache, DATA)
     assert cache.lookup(HASH, len(DATA)) is None
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
@@ -280,7 +285,7 @@ def test_what_a_killed_process_left_is_removed(cache: TensorCache, caplog: pytes
     again = TensorCache(cache.directory)
     assert os.listdir(cache.directory) == []
     assert left in caplog.text
-    assert again.save(HASH, [DATA])
+    assert save(again, DATA)
 
 
 def test_what_is_being_written_is_left_alone(cache: TensorCache) -> None:
@@ -292,7 +297,7 @@ def test_what_is_being_written_is_left_alone(cache: TensorCache) -> None:
 
 
 def test_files_of_others_are_left_alone(cache: TensorCache, tmp_path: Path) -> None:
-    cache.save(HASH, [DATA])
+    save(cache, DATA)
     outside = tmp_path / "outside"
     outside.write_bytes(b"mine")
     for name in (".tmp", ".abcdefgh.tmp", ".weightwire-short.tmp", "x.weightwire-abcdefgh.tmp", "0123456789abcdef.tmp"):
@@ -320,7 +325,7 @@ def test_a_temporary_file_that_was_swept_before_it_was_locked_is_made_anew(
         lock(fd, how)
 
     monkeypatch.setattr(store.fcntl, "flock", sweep_first)
-    assert cache.save(HASH, [DATA])
+    assert save(cache, DATA)
     assert os.listdir(cache.directory) == [entry_name(HASH)]
     assert swept
 

@@ -14,8 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from weightwire.cli import demo, embedded
-from weightwire.transport import memory
+from weightwire.cli import demo, embedded, output
+from weightwire.errors import RdmaUnavailable
+from weightwire.transport import memory, rdma
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -75,6 +76,50 @@ def test_keep_keeps_the_model_and_says_where(invoke, scratch: Path) -> None:
     assert Path(report["model"]).parent.parent == scratch
     assert invoke("info", report["model"], "--json").json["tensors"] == 876
     assert "kept at" in invoke("demo", "--size", "1MiB", "--keep").out
+
+
+def _kept(scratch: Path) -> str:
+    """The model that was left, after which ``scratch`` is empty again."""
+    (model,) = scratch.glob("weightwire-demo-*/*")
+    shutil.rmtree(model.parent)
+    return str(model)
+
+
+def test_keep_says_where_if_something_fails_afterwards(invoke, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedded, "_COMMAND", ("-c", "import sys; sys.exit('out of luck')"))
+    ran = invoke("demo", "--size", "1MiB", "--keep", "--json").failed(3, "out of luck")
+    assert f"kept at {_kept(scratch)}\n" in ran.err
+
+
+def test_keep_says_where_if_nobody_reads_the_result(invoke, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(text: str) -> None:
+        raise output.StdoutClosed
+
+    monkeypatch.setattr(demo, "line", gone)
+    ran = invoke("demo", "--size", "1MiB", "--keep", "-q")
+    assert f"kept at {_kept(scratch)}\n" in ran.err
+
+
+def test_keep_keeps_no_part_of_a_model(invoke, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(fd: int, offset: int, nbytes: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    ran = invoke("demo", "--size", "1MiB", "--keep").failed(3, "No space left")
+    assert "kept" not in ran.err
+    assert not os.listdir(scratch)
+
+
+def test_what_cannot_be_had_is_found_out_before_a_model_is_written(
+    invoke, scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(addresses: object) -> str:
+        raise RdmaUnavailable("no device", hint="use TCP")
+
+    monkeypatch.setattr(rdma, "usable_address", none)
+    monkeypatch.setattr(demo, "_generate", lambda *given: pytest.fail("a model was written"))
+    invoke("demo", "--size", "1MiB", "--transport", "rdma").failed(3, "no device")
+    assert not os.listdir(scratch)
 
 
 @pytest.mark.parametrize(
@@ -207,6 +252,17 @@ def test_interrupted_it_leaves_nothing(
     assert not os.listdir(scratch)
     psutil.wait_procs(child, timeout=20)
     assert not [c for c in child if c.is_running()]
+
+
+def test_interrupted_it_says_where_the_kept_model_is(spawn, finish, scratch: Path) -> None:
+    process = spawn("demo", "--size", "8MiB", "--keep", "-q")
+    watched = psutil.Process(process.pid)
+    _wait_for(watched.children, process)
+    process.send_signal(signal.SIGINT)
+    ran = finish(process)
+    assert ran.code == 130, ran.err
+    assert f"kept at {_kept(scratch)}\n" in ran.err
+    assert "Traceback" not in ran.err
 
 
 def test_killed_it_leaves_no_process(spawn, finish, scratch: Path) -> None:

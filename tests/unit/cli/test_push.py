@@ -34,6 +34,7 @@ MEMBERS = {
     "hashes_known",
     "threads",
     "verified",
+    "verify_seconds",
     "seconds",
     "gib_per_s",
     "profile",
@@ -62,7 +63,7 @@ def test_the_object(invoke, server, small_gguf: Path) -> None:
     assert report["tensors"] == 876
     assert report["bytes"] == report["sent"] == sum(t.nbytes for t in server.tensors.values())
     assert report["hits"] == report["misses"] == 0
-    assert report["verified"] is False
+    assert (report["verified"], report["verify_seconds"]) == (False, 0.0)
     assert report["gib_per_s"] == pytest.approx(report["bytes"] / report["seconds"] / 2**30, abs=0.002)
     profile = report["profile"]
     assert profile["measured"] is True
@@ -73,6 +74,14 @@ def test_the_object(invoke, server, small_gguf: Path) -> None:
     inside = ("read", "hash", "ask", "staging", "wire", "wait", "gap")
     assert sum(profile[f"{name}_ns"] for name in inside) == profile["span_ns"]
     assert profile["bottleneck"] in ("source-bound", "wire-bound", "server-bound")
+
+
+def test_the_object_says_how_long_verifying_took(invoke, server, small_gguf: Path) -> None:
+    report = invoke("push", str(small_gguf), server.endpoints[0], "--verify", "--json").json
+    assert report["verified"] is True
+    assert 0 < report["verify_seconds"] < report["seconds"]
+    pushing = report["seconds"] - report["verify_seconds"]
+    assert report["gib_per_s"] == pytest.approx(report["bytes"] / pushing / 2**30, abs=0.002)
 
 
 def test_only_what_is_included(invoke, server, small_gguf: Path) -> None:

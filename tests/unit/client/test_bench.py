@@ -91,7 +91,9 @@ def test_a_server_without_memory() -> None:
     "wrong",
     [
         {"nbytes": MIB - 1}, {"nbytes": 1.5}, {"rounds": 0}, {"rounds": 10_001}, {"seconds": 0.0},
-        {"seconds": float("nan")}, {"tensors": []}, {"tensors": ["huge"]}, {"device": 1},
+        {"seconds": float("nan")}, {"seconds": "3"}, {"seconds": None}, {"seconds": True}, {"seconds": 10**400},
+        {"tensors": []}, {"tensors": ["huge"]}, {"tensors": "huge"}, {"tensors": 5}, {"tensors": [["mix"]]},
+        {"device": 1},
     ],
 )  # fmt: skip
 def test_arguments(wrong: dict[str, object]) -> None:

@@ -144,14 +144,32 @@ def test_one_that_fails_stops_no_other(no_leaks: LeakCheck, servers, model: Path
     assert all(each.connection is None or each.connection.closed for each in pushed)
 
 
-def test_what_cannot_be_is_said_before_anybody_is_connected_to(servers, model: Path) -> None:
+def test_what_cannot_be_is_said_before_anybody_is_connected_to(
+    servers, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     endpoint = servers[0].endpoints[0]
-    for targets in ([], [endpoint, endpoint], [5], ["a:b:c"], [Target(endpoint, include="nosuch")], [Target("h", "(")]):
+    for targets in (
+        [], [endpoint, endpoint], [5], None, 5, b"h:1", ["a:b:c"],
+        [Target(endpoint, include="nosuch")], [Target("h", "(")],
+    ):  # fmt: skip
         with pytest.raises(ConfigError):
             push_all(model, targets)
     for options in ({"cache": "maybe"}, {"threads": -1}, {"progress": 5}, {"read": "x"}):
         with pytest.raises(ConfigError):
             push_all(model, endpoint, index=False, **options)
+    for options in (
+        {"timeout": -3}, {"transport": "x"}, {"protocol": "0.1"}, {"protocol": 7},
+        {"transport": "rdma", "protocol": "3.0"},
+    ):  # fmt: skip
+        for call in (push_all, weightwire.warm):
+            with pytest.raises(ConfigError, match=next(iter(options))):
+                call(model, [endpoint, servers[1].endpoints[0]], index=False, **options)
+    with monkeypatch.context() as patch:
+        patch.setenv("GGML_RDMA_GID", "x")
+        patch.delenv("GGML_RPC_NO_RDMA", raising=False)
+        for call in (push_all, weightwire.warm):
+            with pytest.raises(ConfigError, match="GGML_RDMA_GID"):
+                call(model, endpoint, index=False)
     with pytest.raises(ModelError):
         push_all(model.with_name("missing.safetensors"), endpoint)
     assert not servers[0].tensors

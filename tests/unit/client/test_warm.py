@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from support import raw_gguf as raw
 from support.leaks import LeakCheck
 from support.rewriting import rewrite
@@ -117,6 +118,16 @@ def test_what_is_too_large_for_the_server_is_left_out_and_said() -> None:
     with ScriptedServer(StandIn(max_size=10 * MIB)) as server:
         (outcome,) = warm(MODEL, server.endpoint, index=False)
     assert isinstance(outcome.error, AllocationError)
+
+
+def test_a_hash_that_is_known_of_what_is_too_large_does_not_count(tmp_path: Path, always_settled: None) -> None:
+    path, index = tmp_path / "model.safetensors", tmp_path / "index"
+    save_file(MODEL, path)
+    with ScriptedServer(StandIn()) as server:
+        assert one(warm(path, server.endpoint, index=index)).hashes_known == 0
+    with ScriptedServer(StandIn(max_size=11 * MIB + 1)) as server:
+        summary = one(warm(path, server.endpoint, index=index))
+    assert (summary.too_large, summary.misses, summary.hashes_known) == (("layers.2.w",), 2, 2)
 
 
 def test_a_server_without_the_memory() -> None:

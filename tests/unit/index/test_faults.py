@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import resource
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 from support.indexing import CONTENT, ranges_of, remember
 
-from weightwire.index import Hashes, HashIndex, hash_with_digest, identity_of, store
+from weightwire.index import Hashes, HashIndex, database, hash_with_digest, identity_of, store
 from weightwire.ranges import FileRange
 
 Opener = Callable[[Path], int]
@@ -78,6 +79,43 @@ def test_a_damaged_index_is_moved_aside_and_begun_anew(
     caplog.clear()
     assert use(place, ranges) == (4, hashes)
     assert not said(caplog)
+
+
+class Mender:
+    """Another process that is moving a damaged index aside: it has the lock, and is through when it is waited for."""
+
+    def __init__(self, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        place.parent.mkdir()
+        garbage(place)
+        self._place = place
+        self._lock = os.open(place.with_name(place.name + ".lock"), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        monkeypatch.setattr(database.time, "sleep", self.finish)
+
+    def finish(self, seconds: float = 0.0) -> None:
+        if self._lock >= 0:
+            self._place.rename(self._place.with_name("elsewhere"))
+            os.close(self._lock)
+            self._lock = -1
+
+
+def test_one_that_another_process_is_moving_aside_is_waited_for(
+    place: Path, ranges: list[FileRange], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Mender(place, monkeypatch)
+    assert use(place, ranges)[0] == 4
+    assert not place.with_name("index.sqlite3.damaged").exists(), "it was not this one that moved it"
+    assert "hashes are computed instead" not in caplog.text
+
+
+def test_a_process_that_moves_nothing_aside_is_not_waited_for_long(
+    place: Path, ranges: list[FileRange], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mender = Mender(place, monkeypatch)
+    monkeypatch.setattr(database, "_PATIENCE", 0.0)
+    assert use(place, ranges) == (0, [None] * 4)
+    assert "hashes are computed instead" in caplog.text
+    mender.finish()
 
 
 def test_a_journal_of_the_damaged_one_is_not_played_into_the_new(place: Path, ranges: list[FileRange]) -> None:

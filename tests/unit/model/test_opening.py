@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 from support import raw_gguf as raw
 from support.leaks import open_descriptors
 
-from weightwire.errors import ModelError
+from weightwire.errors import ConfigError, ModelError
 from weightwire.model import open_model
 
 GGUF = raw.build([], [raw.tensor("t", (4,), 0, 0)], bytes(range(16)))
@@ -145,8 +145,9 @@ def test_a_folder_called_like_a_file(tmp_path: Path) -> None:
 
 
 def test_what_is_neither_path_nor_mapping() -> None:
-    with pytest.raises(TypeError):
-        open_model(7)  # type: ignore[arg-type]
+    for source in (7, None, 1.5, [1], object()):
+        with pytest.raises(ConfigError, match="neither a path nor a mapping"):
+            open_model(source)  # type: ignore[arg-type]
 
 
 def test_opening_a_file_needs_no_numpy(tmp_path: Path) -> None:

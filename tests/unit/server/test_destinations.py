@@ -56,6 +56,36 @@ def test_memory_is_zero_and_takes_bytes() -> None:
     assert bytes(memory.look(3, 6)) == b"\0AAAll"
 
 
+def test_memory_whose_write_does_more_is_filled_through_it() -> None:
+    class Watched(HostMemory):
+        calls: list[tuple[int, int]]
+
+        def write(self, offset: int, view: memoryview) -> None:
+            self.calls.append((offset, view.nbytes))
+            super().write(offset, view)
+
+    memory = Watched(3 << 20)
+    memory.calls = []
+    memory.fill(7, 0, 1)
+    assert memory.calls == []
+    memory.fill(0, 3 << 20, 0)
+    memory.fill(5, (1 << 20) + 1, 0xAB)
+    assert memory.calls == [(0, 1 << 20), (1 << 20, 1 << 20), (2 << 20, 1 << 20), (5, 1 << 20), (5 + (1 << 20), 1)]
+    assert bytes(memory.look(4, (1 << 20) + 3)) == b"\0" + b"\xab" * ((1 << 20) + 1) + b"\0"
+
+
+def test_memory_derived_for_something_else_still_fills_itself() -> None:
+    class Counted(HostMemory):
+        def close(self) -> None:
+            super().close()
+
+    memory = Counted(64 << 20)
+    memory.fill(0, 64 << 20, 0)
+    assert memory._pristine
+    memory.fill(0, 10, 1)
+    assert bytes(memory.look(0, 11)) == b"\1" * 10 + b"\0"
+
+
 def test_filling_written_memory_with_zeros_really_does() -> None:
     memory = HostMemory(100)
     memory.fill(0, 100, 0)

@@ -17,9 +17,10 @@ from weightwire.errors import ConfigError, PeerClosed, RdmaUnavailable, Transpor
 from weightwire.server import listener
 from weightwire.transport.rdma import REQUESTS, RING_BYTES, RdmaOffer, RdmaStream, offer_rdma
 from weightwire.transport.tcp import TcpStream, connect_tcp
-from weightwire.wire import Command
+from weightwire.wire import Command, dialect_for
 from weightwire.wire.caps import RdmaCaps
 from weightwire.wire.hello import NO_CAPS
+from weightwire.wire.tensor import weight_tensor
 
 MAX_SIZE = request(Command.GET_MAX_SIZE, bytes(4))
 ANSWER = struct.pack("<QQ", 8, (1 << 64) - 1)
@@ -127,6 +128,20 @@ def test_a_client_that_leaves(client: Client, server: Server, fake: FakeVerbs, a
         with connect(server.endpoints[0], transport="tcp") as other:
             other.barrier()
     assert fake.handles() == {}
+
+
+@pytest.mark.parametrize(("sent", "heard"), [(b"", 0), (MAX_SIZE[:1], 1), (request(99, b""), 1)])
+def test_whom_it_has_heard_counts_as_a_connection(client: Client, server: Server, sent: bytes, heard: int) -> None:
+    """Even if nothing came of it, but not one that only agreed on RDMA."""
+    stream = client.rise()
+    assert eventually(lambda: server.stats().connections_open == 1)
+    if sent:
+        stream.send(sent)
+        assert eventually(lambda: server.stats().rdma.bytes_received >= 1)
+    client.close()
+    assert eventually(lambda: server.stats().connections_open == 0)
+    stats = server.stats()
+    assert (stats.rdma.open_connections, stats.rdma.connections, stats.tcp.connections) == (0, heard, 0)
 
 
 def test_the_server_closes_before_the_first_request(fake: FakeVerbs, no_leaks: LeakCheck) -> None:
@@ -328,6 +343,67 @@ def test_a_variable_that_cannot_be_used(fake: FakeVerbs, monkeypatch: pytest.Mon
             connect(server.endpoints[0], transport=transport)
         with connect(server.endpoints[0], transport="tcp") as connection:
             connection.barrier()
+
+
+# Inside a request.
+
+
+def begin_a_tensor(stream: RdmaStream) -> None:
+    """SET_TENSOR of 1 MiB, of which 300,000 bytes are sent."""
+    dialect, nbytes = dialect_for("7.0"), 1 << 20
+    stream.send(request(Command.ALLOC_BUFFER, dialect.encode_alloc_buffer(0, nbytes)))
+    handle, granted = struct.unpack("<QQ", stream.recv(24)[8:])
+    assert granted == nbytes
+    stream.send(request(Command.BUFFER_GET_BASE, dialect.encode_handle(handle)))
+    (base,) = struct.unpack("<Q", stream.recv(16)[8:])
+    tensor = weight_tensor("blk.0.half", 24, (nbytes,), nbytes, buffer=handle, data=base)
+    whole = request(Command.SET_TENSOR, dialect.encode_set_tensor(tensor, 0, 0) + bytes(nbytes))
+    stream.send(whole[: len(whole) - nbytes + 300_000])
+
+
+def ended_inside(
+    server: Server, fake: FakeVerbs, client: Client, stream: RdmaStream, caplog: pytest.LogCaptureFixture
+) -> str:
+    """The one line of a server that has ended this client; nothing is left of it, and later nothing at either end."""
+    assert eventually(lambda: server.clients == 0, 60)
+    assert "blk.0.half" not in server.tensors
+    assert eventually(lambda: fake.get("qps") == 1)
+    assert (fake.get("pds"), fake.get("mrs")) == (1, 2), "the client's own"
+    stream.close()
+    client.close()
+    assert eventually(lambda: fake.handles() == {})
+    (line,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert "SET_TENSOR of tensor 'blk.0.half'" in line
+    assert line.endswith("connection closed")
+    with connect(server.endpoints[0]) as other:
+        assert other.device_memory()[0] == 1 << 20, "what the client held can be had again"
+    return line
+
+
+def test_a_queue_pair_that_breaks_inside_a_tensor(
+    client: Client, server: Server, fake: FakeVerbs, caplog: pytest.LogCaptureFixture
+) -> None:
+    stream = client.rise()
+    begin_a_tensor(stream)
+    caps = RdmaCaps.decode(client.theirs)
+    assert caps is not None
+    fake.forge(caps.number, receiving=True, id=0, status=RETRY_EXC_ERR)
+    with pytest.raises(TransportError):
+        stream.recv(1)
+    assert "a completion failed" in ended_inside(server, fake, client, stream, caplog)
+
+
+def test_a_client_that_stops_inside_a_tensor(
+    fake: FakeVerbs, no_leaks: LeakCheck, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As one does that is stopped by a signal: its end of TCP stays open, and no SEND comes any more."""
+    with Server(port=0, memory=1 << 20, stall_timeout=1.0) as server:
+        client = Client(server)
+        stream = client.rise()
+        begin_a_tensor(stream)
+        assert stream.recv_or_eof(1) is None
+        line = ended_inside(server, fake, client, stream, caplog)
+    assert "nothing came for 1.0 s" in line
 
 
 # Between requests.

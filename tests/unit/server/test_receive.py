@@ -139,10 +139,16 @@ class TestHooks:
             rows = client.ask(Command.GET_TENSOR_2D, client.dialect.encode_get_tensor_2d(target, 0, 3, 4, 20))
             assert rows == b"abcdefghijkl"
             calls = make.made[0].calls
-        if make is Recorder:
-            assert calls == [(10, 50), (0, 3), (20, 3), (40, 3), (60, 3), (1000, 100)]
-        else:  # memory fills itself
-            assert calls == [(0, 3), (20, 3), (40, 3), (60, 3), (1000, 100)]
+        assert calls == [(10, 50), (0, 3), (20, 3), (40, 3), (60, 3), (1000, 100)]
+
+    @pytest.mark.parametrize("value", [0, 0xEE])
+    def test_clearing_a_buffer_too(self, make: type[Recorder], client: RawClient, value: int) -> None:
+        """Zeros as well: of memory that nothing was written to yet, the hook may not know that it holds them."""
+        nbytes = (2 << 20) + 7
+        buffer = client.allocate(nbytes)
+        client.tell(Command.BUFFER_CLEAR, client.dialect.encode_buffer_clear(buffer[0], value))
+        assert client.get(client.place("t", nbytes, buffer)) == bytes((value,)) * nbytes
+        assert expand(make.made[0].calls) == list(range(nbytes))
 
     def test_from_the_cache(self, make: type[Recorder], tmp_path: Path, no_leaks: LeakCheck) -> None:
         payload = random.Random(2).randbytes(2 * STAGING_BYTES + 3)
@@ -429,7 +435,7 @@ class TestCache:
 
     def test_a_cache_object_may_be_given(self, directory: Path, no_leaks: LeakCheck) -> None:
         cache = TensorCache(directory)
-        cache.save(self.hash, [self.payload])
+        cache.path_for(self.hash).write_bytes(self.payload)
         with Server(port=0, cache=cache) as server, RawClient(server.port) as client:
             tensor = client.place("t", len(self.payload), client.allocate(1 << 20))
             assert client.set_from_cache(tensor, self.hash)

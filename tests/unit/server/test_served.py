@@ -9,6 +9,8 @@ import threading
 import numpy as np
 import pytest
 
+from weightwire.errors import ConfigError
+from weightwire.server import Server
 from weightwire.server.buffers import Block
 from weightwire.server.capacity import Capacity
 from weightwire.server.destinations import Destination, HostMemory
@@ -274,3 +276,16 @@ class TestRegistry:
             thread.join()
         assert not failures
         assert not registry.tensors
+
+
+def test_what_is_no_name() -> None:
+    with Server(port=0) as server:
+        for name in (5, None, b"x"):
+            with pytest.raises(KeyError):
+                server.tensors[name]  # type: ignore[index]
+            assert server.tensors.get(name) is None  # type: ignore[call-overload]
+            with pytest.raises(ConfigError, match="no tensor's name"):
+                server.forget(name)  # type: ignore[arg-type]
+        for lone in ("\ud800", "\ud800" * 100):
+            assert lone not in server.tensors
+            assert not server.forget(lone)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from support.fakeverbs import DEVICE_FATAL, FakeVerbs
+from support.idle import sleeps_on
 from support.rdma import connect_rdma, request
 
 from weightwire.errors import PeerClosed, TransferTimeout, VerbsError
@@ -31,27 +31,10 @@ def ends(
         end.close()
 
 
-def turns(waiting: Any) -> int:
-    """How often the thread of a call has gone to sleep so far."""
-    text = Path(f"/proc/self/task/{waiting.native_id}/status").read_text()
-    return int(text.split("voluntary_ctxt_switches:")[1].split()[0])
-
-
-def sleeps_on(waiting: Any) -> None:
-    """Until for a second, which is five slices, the thread has not been awake."""
-    deadline = time.monotonic() + 30
-    while True:
-        before = turns(waiting)
-        time.sleep(1)
-        if turns(waiting) == before:
-            return
-        assert time.monotonic() < deadline, "it wakes again and again"
-
-
 def test_a_reader_sleeps_until_bytes_come(ends: tuple[ByteStream, ByteStream], background: Any) -> None:
     client, server = ends
     waiting = background(server.recv, 9)
-    sleeps_on(waiting)
+    sleeps_on(waiting.native_id)
     client.send(request(1, b""))
     assert waiting.result() == request(1, b"")
 
@@ -59,7 +42,7 @@ def test_a_reader_sleeps_until_bytes_come(ends: tuple[ByteStream, ByteStream], b
 def test_a_session_sleeps_until_the_peer_leaves(ends: tuple[ByteStream, ByteStream], background: Any) -> None:
     client, server = ends
     waiting = background(server.recv_or_eof, 1)
-    sleeps_on(waiting)
+    sleeps_on(waiting.native_id)
     client.close()
     assert waiting.result() is None
 
@@ -68,7 +51,7 @@ def test_a_session_sleeps_until_the_peer_leaves(ends: tuple[ByteStream, ByteStre
 def test_a_reader_that_sleeps_is_woken(ends: tuple[ByteStream, ByteStream], background: Any, end: str) -> None:
     _, server = ends
     waiting = background(server.recv, 9)
-    sleeps_on(waiting)
+    sleeps_on(waiting.native_id)
     getattr(server, end)()
     with pytest.raises(PeerClosed):
         waiting.result()
@@ -103,7 +86,7 @@ def test_both_directions_hear_of_a_device_that_goes(
     client.timeout = None
     fake.set("stall", 1)
     waiting = [background(client.recv, 1), background(client.send, request(6, bytes(20 * CHUNK)))]
-    sleeps_on(waiting[0])
+    sleeps_on(waiting[0].native_id)
     fake.event(DEVICE_FATAL)
     for each in waiting:
         with pytest.raises(VerbsError, match="device was removed"):

@@ -110,7 +110,6 @@ def test_unknown_types_are_refused(code: int) -> None:
         lambda: types.contiguous_nbytes(code, (32,)),
         lambda: types.contiguous_strides(code, (32,)),
         lambda: types.span_nbytes(code, (32,), (1,)),
-        lambda: types.is_quantised(code),
     ):
         with pytest.raises(ValueError, match=re.escape(f"unknown ggml type {code}")):
             call()
@@ -190,8 +189,3 @@ def test_span_of_a_tensor_without_gaps_is_its_size(code: int, ne: list[int]) -> 
     expected = math.prod(shape) // TYPES[code].block * TYPES[code].nbytes
     assert types.contiguous_nbytes(code, ne) == expected
     assert types.span_nbytes(code, shape, types.contiguous_strides(code, ne)) == expected
-
-
-@given(codes)
-def test_quantised_means_more_than_one_element_per_block(code: int) -> None:
-    assert types.is_quantised(code) is (code not in {0, 1, 24, 25, 26, 27, 28, 30})
