@@ -28,6 +28,7 @@ except ImportError as error:
     ) from error
 
 from weightwire import __version__
+from weightwire.threads import start
 from weightwire.transport.address import format_endpoint
 from weightwire.transport.tcp import listen_tcp
 
@@ -117,7 +118,7 @@ class MetricsEndpoint:
 
     ``http://host:port/metrics``, in the formats that prometheus_client writes, and nothing else: there is no
     authentication and no encryption. ``host`` and ``port`` as for `Server`, 0 takes a free one. A context manager.
-    Raises TransportError where it cannot listen there, ConfigError for a host or port that is none.
+    Raises TransportError where it cannot listen there or have a thread, ConfigError for a host or port that is none.
     """
 
     def __init__(self, server: Server, host: str = "127.0.0.1", port: int = 0) -> None:
@@ -138,7 +139,7 @@ class MetricsEndpoint:
                 thread = threading.Thread(
                     target=listener.serve_forever, args=(_POLL,), name="weightwire-metrics", daemon=True
                 )
-                thread.start()
+                start(thread)
                 self._threads.append(thread)
         except BaseException:
             self.close()

@@ -224,7 +224,7 @@ def test_no_thread_for_it(server: weightwire.Server, monkeypatch: pytest.MonkeyP
 
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", cannot)
-        with pytest.raises(RuntimeError):
+        with pytest.raises(TransportError, match="can't start new thread"):
             MetricsEndpoint(server)
     with MetricsEndpoint(server) as endpoint:
         with monkeypatch.context() as patch:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ThreadPoolExecutor, wait
-from typing import Final, TypeVar
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
+from queue import SimpleQueue
+from typing import Final, Generic, TypeVar
 
 from weightwire.config import LoadConfig
 
 __all__ = ["run_each", "worker_count"]
+
+_log = logging.getLogger(__name__)
 
 _LOOK: Final = 0.1
 """Seconds between two looks around."""
@@ -38,34 +42,31 @@ def run_each(
     """What ``work(item, check)`` gives for every item, in the order in which they are done.
 
     ``work`` calls ``check`` ten times a second or so. ``watch`` is called as often on the caller's thread. What either
-    raises, and Ctrl-C, ends all work and is passed on, when no thread is at work any more.
+    raises, and Ctrl-C, ends all work and is passed on, when no thread is at work any more. Where the system gives fewer
+    threads than ``threads``, those do it all; where it gives none, the caller's does.
     """
-    if not threads:
-
-        def look() -> None:
-            watch()
-
-        for item in items:
-            yield work(item, look)
-            watch()
-        return
-    stopped = threading.Event()
-
-    def check() -> None:
-        if stopped.is_set():
-            raise CancelledError
-
     left = iter(items)
-    running: set[Future[_R]] = set()
-    executor = ThreadPoolExecutor(threads, thread_name_prefix="weightwire-cache")
+    pool = _Pool(work, threads)
     try:
+        if not pool.grow():
+
+            def look() -> None:
+                watch()
+
+            for item in left:
+                yield work(item, look)
+                watch()
+            return
+        running: set[Future[_R]] = set()
         while True:
             while len(running) < 2 * threads:
                 try:
                     item = next(left)
                 except StopIteration:
                     break
-                running.add(executor.submit(work, item, check))
+                running.add(pool.submit(item))
+                if len(running) > pool.count:
+                    pool.grow()
             if not running:
                 return
             done, running = wait(running, _LOOK, FIRST_COMPLETED)
@@ -73,5 +74,62 @@ def run_each(
             for each in done:
                 yield each.result()
     finally:
-        stopped.set()
-        executor.shutdown(wait=True, cancel_futures=True)
+        pool.close()
+
+
+class _Pool(Generic[_T, _R]):
+    """Up to ``most`` threads that do ``work``."""
+
+    def __init__(self, work: Callable[[_T, Callable[[], None]], _R], most: int) -> None:
+        self._work = work
+        self._most = most
+        self._tasks: SimpleQueue[tuple[Future[_R], _T] | None] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._stopped = threading.Event()
+
+    @property
+    def count(self) -> int:
+        """How many threads there are."""
+        return len(self._threads)
+
+    def grow(self) -> bool:
+        """Have one thread more, if there is one to be had. Whether there are any."""
+        if len(self._threads) < self._most:
+            thread = threading.Thread(target=self._serve, name=f"weightwire-cache_{len(self._threads)}")
+            try:
+                thread.start()
+            except RuntimeError as error:
+                self._most = len(self._threads)
+                _log.warning("only %d of the threads that work on a cache could be started: %s", self._most, error)
+            else:
+                self._threads.append(thread)
+        return bool(self._threads)
+
+    def submit(self, item: _T) -> Future[_R]:
+        """Have ``item`` worked on."""
+        future: Future[_R] = Future()
+        self._tasks.put((future, item))
+        return future
+
+    def close(self) -> None:
+        """Stop, and return when nobody works any more."""
+        self._stopped.set()
+        for _ in self._threads:
+            self._tasks.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def _check(self) -> None:
+        if self._stopped.is_set():
+            raise CancelledError
+
+    def _serve(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            future, item = task
+            try:
+                self._check()
+                future.set_result(self._work(item, self._check))
+            except BaseException as error:
+                future.set_exception(error)
+            # Nothing is kept alive while this thread waits.
+            del task, future, item

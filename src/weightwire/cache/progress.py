@@ -26,10 +26,13 @@ class Progress:
         self.hurried = False
         """Whether nobody waits any more."""
         self._count = 0
+        self._disk = 0
+        self._stuck = -1
 
-    def moved(self) -> None:
-        """Something has got on. The lock is held."""
+    def moved(self, *, disk: bool = False) -> None:
+        """Something has got on: the ``disk``, or only what is done for it. The lock is held."""
         self._count += 1
+        self._disk += disk
         self.condition.notify_all()
 
     def hurry(self) -> None:
@@ -38,11 +41,15 @@ class Progress:
             self.hurried = True
             self.condition.notify_all()
 
-    def wait(self, condition: Callable[[], bool], longest: float | None = None) -> bool:
+    def wait(self, condition: Callable[[], bool], longest: float | None = None, *, anyhow: bool = False) -> bool:
         """Wait until ``condition``, asked with the lock held, is true; not if there is no progress for `PATIENCE`
         seconds, and at most ``longest`` (`LONGEST`) seconds. Whether it was; it is not asked again after that.
+
+        A disk that somebody has waited for in vain, and that has not moved since, is not waited for a second time;
+        ``anyhow`` is for what does not depend on it.
         """
-        deadline = time.monotonic() + (LONGEST if longest is None else longest)
+        began = time.monotonic()
+        deadline = began + (LONGEST if longest is None else longest)
         met = False
         seen = -1
 
@@ -55,9 +62,18 @@ class Progress:
             return over() or self._count != seen
 
         with self.condition:
+            disk = self._disk
             while not over():
                 seen = self._count
                 left = deadline - time.monotonic()
-                if left <= 0 or (not self.condition.wait_for(changed, min(left, PATIENCE)) and left >= PATIENCE):
+                if not anyhow and self._stuck == self._disk:
+                    break
+                if left <= 0:
+                    # What others hashed meanwhile is no progress of the disk's.
+                    if disk == self._disk and deadline - began >= PATIENCE:
+                        self._stuck = self._disk
+                    break
+                if not self.condition.wait_for(changed, min(left, PATIENCE)) and left >= PATIENCE:
+                    self._stuck = self._disk
                     break
         return met

@@ -96,12 +96,12 @@ class Save:
                 if not self._hashing:
                     self._saver.hashed(self)
 
-    def settle(self, end: int | None = None) -> None:
-        """Return when the first ``end`` bytes (None: all) of the memory may be changed: after some waiting, and at the
-        price of the entry if the disk does not get on.
+    def settle(self, end: int | None = None, longest: float | None = None) -> None:
+        """Return when the first ``end`` bytes (None: all) of the memory may be changed: after some waiting, of at most
+        ``longest`` seconds, and at the price of the entry if the disk does not get on.
         """
         upto = self.nbytes if end is None else min(end, self.nbytes)
-        if not self._saver.reach(self, lambda: self._window is None or self.written >= upto):
+        if not self._saver.reach(self, lambda: self._window is None or self.written >= upto, longest):
             self._saver.give_up([self])
 
     def release(self) -> None:
@@ -193,12 +193,15 @@ class Saver:
     def put(self, writer: CacheWriter, content_hash: int, nbytes: int) -> None:
         """Sync what ``writer`` has written, and put it in place; the writer belongs to the saver from now on."""
         save = Save(self, nbytes, None)
-        if writer.fd < 0:
+        late = writer.fd >= 0 and not self.progress.wait(self._disk_has_room) and not self.progress.hurried
+        if writer.fd < 0 or late:
+            writer.abort()
             save.lost = True
             self._count(save)
+            if late:
+                self._fell_behind(1)
             return
         save.content_hash, save.received, save.writer = content_hash, True, writer
-        self.wait(self._disk_has_room)
         with self.condition:
             if not self._closing and self._started():
                 self._pending[save] = None
@@ -222,7 +225,7 @@ class Saver:
                 for save in self._pending
             )
 
-        self.wait(decided)
+        self.progress.wait(decided)
 
     def _before(self, save: Save) -> int:
         """Bytes still to be written before ``save`` is. The lock is held."""
@@ -251,12 +254,11 @@ class Saver:
         """Have memory that was left written, until ``enough``, asked with the lock held, is true. A disk that takes too
         long loses the entries that are not written yet. Whether it is enough.
         """
-        if self.wait(enough):
+        if self.progress.wait(enough):
             return True
         with self.condition:
-            late = [save for _, saves in self._left for save in saves]
-        self.give_up(late)
-        return self.wait(enough, 1.0)
+            self.give_up([save for _, saves in self._left for save in saves])
+        return self.progress.wait(enough, 1.0, anyhow=True)
 
     def give_up(self, saves: list[Save]) -> None:
         """The disk has been waited for long enough: no entry comes of those that are not written yet."""
@@ -266,23 +268,22 @@ class Saver:
                 save.lost = True
                 save.abandon()
         if lost and not self.progress.hurried:
-            level = logging.DEBUG if self._behind else logging.WARNING
-            self._behind = True
-            logger.log(
-                level, "cache %s: the disk cannot keep up; %d tensors are served but not cached; not reported again "
-                "until it can", self._cache.directory, len(lost),
-            )  # fmt: skip
+            self._fell_behind(len(lost))
 
-    def reach(self, save: Save, condition: Callable[[], bool]) -> bool:
-        """As `wait`; ``save`` comes next meanwhile."""
+    def _fell_behind(self, lost: int) -> None:
+        level = logging.DEBUG if self._behind else logging.WARNING
+        self._behind = True
+        logger.log(
+            level, "cache %s: the disk cannot keep up; %d tensors are served but not cached; not reported again "
+            "until it can", self._cache.directory, lost,
+        )  # fmt: skip
+
+    def reach(self, save: Save, condition: Callable[[], bool], longest: float | None = None) -> bool:
+        """As `Progress.wait`; ``save`` comes next meanwhile."""
         with self.condition:
             if save in self._to_write:
                 self._to_write.remove(save)
                 self._to_write.appendleft(save)
-        return self.wait(condition)
-
-    def wait(self, condition: Callable[[], bool], longest: float | None = None) -> bool:
-        """As `Progress.wait`, which does not wait once the server ends."""
         return self.progress.wait(condition, longest)
 
     def hurry(self) -> None:
@@ -387,6 +388,7 @@ class Saver:
                 save.writer.abort()
             with self.condition:
                 self._writing = None
+                self.progress.moved(disk=True)
                 if not going_on:
                     self._end(save)
             del save
@@ -396,7 +398,7 @@ class Saver:
         window, content_hash = save.window, save.content_hash
         if window is None or content_hash is None or save.cancelled:
             return False
-        if self._cache.holds(content_hash, window) or self._on_its_way(content_hash, window):
+        if self._cache.holds(content_hash, window, lambda: save.cancelled) or self._on_its_way(save, window):
             return False
         save.writer = writer = self._cache.writer()
         for start in range(0, window.nbytes, _STEP):
@@ -409,7 +411,7 @@ class Saver:
             with self.condition:
                 if writer.fd >= 0:
                     save.written = min(start + _STEP, save.nbytes)
-                    self.progress.moved()
+                    self.progress.moved(disk=True)
         del window
         with self.condition:
             # From here on the file has it all: what happens to the memory is of no matter.
@@ -429,14 +431,14 @@ class Saver:
         waiting = sum(save.nbytes for save in self._to_sync)
         return not self._to_sync or (len(self._to_sync) < _MAX_FILES and waiting < MAX_UNSYNCED)
 
-    def _on_its_way(self, content_hash: int, window: memoryview) -> bool:
+    def _on_its_way(self, save: Save, window: memoryview) -> bool:
         """Whether a file with the very same content only waits for the disk. Looked at with the lock held, so that it
         is not closed meanwhile; several clients that push one model at once are the ones it is for.
         """
         fd = -1
         with self.condition:
             for other in (*self._to_sync, self._syncing):
-                if other is None or other.content_hash != content_hash or other.nbytes != window.nbytes:
+                if other is None or other.content_hash != save.content_hash or other.nbytes != window.nbytes:
                     continue
                 if other is self._syncing:
                     fd = os.dup(self._syncing_fd)
@@ -446,7 +448,7 @@ class Saver:
         if fd < 0:
             return False
         try:
-            return same_bytes(fd, window)
+            return same_bytes(fd, window, lambda: save.cancelled)
         finally:
             os.close(fd)
 
@@ -471,6 +473,7 @@ class Saver:
             with self.condition:
                 os.close(self._syncing_fd)
                 self._syncing, self._syncing_fd = None, -1
+                self.progress.moved(disk=True)
                 self._end(save)
                 more = bool(self._to_sync)
             del save
@@ -490,7 +493,7 @@ class Saver:
                     return
                 write_back(writer.fd, start, _SYNC_STEP, wait=True)
                 with self.condition:
-                    self.progress.moved()
+                    self.progress.moved(disk=True)
             if not self._cache.holds_file(content_hash, writer.fd, save.nbytes):
                 save.stored = writer.commit(content_hash, lambda: not save.cancelled)
                 save.lost = save.lost or not (save.stored or save.cancelled)

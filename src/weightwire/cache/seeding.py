@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeGuard
 
 from weightwire.cache.copying import CopyingWriter, StrictCache
 from weightwire.cache.pool import run_each, worker_count
@@ -152,7 +152,7 @@ class _Seeding:
             raise self._not_stored[0]
 
     def _look_up(self) -> None:
-        ranges = [(t.name, t.payload) for t in self._tensors if isinstance(t.payload, FileRange)]
+        ranges = [(t.name, t.payload) for t in self._tensors if _may_be_known(t.payload)]
         for _, payload in ranges:
             if payload.fd not in self._identities:
                 self._identities[payload.fd] = identity_of(payload.fd)
@@ -316,9 +316,14 @@ class _Seeding:
                 self._counts[name] += number
 
     def _found_out(self, tensor: ModelTensor, hashes: Hashes) -> None:
-        if isinstance(tensor.payload, FileRange) and hashes.sha256:
+        if _may_be_known(tensor.payload) and hashes.sha256:
             with self._lock:
                 self._found.append((tensor.payload, tensor.name, hashes))
+
+
+def _may_be_known(payload: FileRange | memoryview) -> TypeGuard[FileRange]:
+    """Whether what the bytes hash to can be known from one seeding to the next."""
+    return isinstance(payload, FileRange) and payload.dated
 
 
 def _refused(cache: StrictCache, tensor: ModelTensor, error: OSError) -> CacheError:

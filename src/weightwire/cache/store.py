@@ -26,7 +26,7 @@ from weightwire.cache.quarantine import move_aside
 from weightwire.cache.reading import EntryChanged
 from weightwire.config import CACHE_VERIFY_MODES, shown
 from weightwire.errors import ConfigError, WeightwireError
-from weightwire.hashing import hash_payload
+from weightwire.hashing import hash_payloads
 from weightwire.ranges import FileRange
 from weightwire.transport.memory import first_difference
 
@@ -197,13 +197,13 @@ class TensorCache:
         else:
             logger.warning("cache entry %s cannot be read: %s", self.path_for(content_hash), error)
 
-    def look_into(self, content_hash: int, nbytes: int) -> None:
+    def look_into(self, content_hash: int, nbytes: int, check: Callable[[], object] | None = None) -> None:
         """After a miss: if there is an entry of another size than ``nbytes``, find out whether it is a bad one, which
         would be missed until the tensor is stored anew, and move that to quarantine.
 
         No more than ``nbytes`` bytes are read, however long the entry is: a shorter one is bad if it does not hash to
         its name, a longer one if its start does, which is the tensor then, with something behind it. What is not found
-        bad is left, and read only once.
+        bad is left, and read only once. ``check`` is called as in `hash_payloads`.
         """
         size = self.size_of(content_hash)
         if size is None or size == nbytes:
@@ -217,7 +217,7 @@ class TensorCache:
             identity = (content_hash, found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, length)
             if identity in self._sound:
                 return
-            actual = self._hash(content_hash, fd, length)
+            actual = self._hash(content_hash, fd, length, check)
             if actual is None:
                 return
             if (actual == content_hash) is (size > nbytes):
@@ -230,19 +230,19 @@ class TensorCache:
         finally:
             os.close(fd)
 
-    def proved(self, content_hash: int, fd: int, nbytes: int) -> bool | None:
+    def proved(self, content_hash: int, fd: int, nbytes: int, check: Callable[[], object] | None = None) -> bool | None:
         """Whether the ``nbytes`` bytes of the open entry are what its name says; None if they cannot be read. If not,
-        or None, it goes to quarantine.
+        or None, it goes to quarantine. ``check`` is called as in `hash_payloads`.
         """
-        actual = self._hash(content_hash, fd, nbytes)
+        actual = self._hash(content_hash, fd, nbytes, check)
         if actual is not None and actual != content_hash:
             self.quarantine(content_hash, NOT_ITS_NAME, fd)
         return None if actual is None else actual == content_hash
 
-    def _hash(self, content_hash: int, fd: int, nbytes: int) -> int | None:
+    def _hash(self, content_hash: int, fd: int, nbytes: int, check: Callable[[], object] | None) -> int | None:
         """The hash of the entry's first ``nbytes`` bytes; None, and it is in quarantine, if they cannot be read."""
         try:
-            return hash_payload(FileRange(fd, 0, nbytes, str(self.path_for(content_hash))))
+            return hash_payloads([FileRange(fd, 0, nbytes, str(self.path_for(content_hash)))], check=check)[0]
         except WeightwireError as error:
             self.quarantine(content_hash, f"it cannot be read: {error}", fd)
             return None
@@ -251,8 +251,8 @@ class TensorCache:
         """A new entry whose hash is not known yet; see `CacheWriter`. Never raises for what the disk does."""
         return CacheWriter(self)
 
-    def holds(self, content_hash: int, payload: Buffer) -> bool:
-        """Whether the entry is there with exactly the bytes of ``payload``. Reads it; any failure counts as no."""
+    def holds(self, content_hash: int, payload: Buffer, stopped: Callable[[], bool] = lambda: False) -> bool:
+        """Whether the entry is there with exactly the bytes of ``payload``. Reads it; otherwise as `same_bytes`."""
         with memoryview(payload) as whole, whole.cast("B") as view:
             if self.size_of(content_hash) != view.nbytes:
                 return False
@@ -260,7 +260,7 @@ class TensorCache:
             if fd is None:
                 return False
             try:
-                return same_bytes(fd, view)
+                return same_bytes(fd, view, stopped)
             finally:
                 os.close(fd)
 
@@ -365,10 +365,14 @@ class TensorCache:
         return fd
 
 
-def same_bytes(fd: int, payload: Buffer) -> bool:
-    """Whether the file starts with exactly the bytes of ``payload``. Any failure to read it counts as no."""
+def same_bytes(fd: int, payload: Buffer, stopped: Callable[[], bool] = lambda: False) -> bool:
+    """Whether the file starts with exactly the bytes of ``payload``. Any failure to read it counts as no, and so does
+    that it was ``stopped`` meanwhile.
+    """
     with memoryview(payload) as whole, whole.cast("B") as view:
         for start in range(0, view.nbytes, _PIECE):
+            if stopped():
+                return False
             piece = view[start : start + _PIECE]
             try:
                 found = os.pread(fd, piece.nbytes, start)

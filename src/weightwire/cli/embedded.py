@@ -17,6 +17,7 @@ from typing import IO, Any, Self
 from weightwire.cli.failures import ENVIRONMENT, FAILED, Failure
 from weightwire.cli.signals import deferred_signals
 from weightwire.errors import WeightwireError
+from weightwire.threads import start
 
 __all__ = ["EmbeddedServer"]
 
@@ -78,10 +79,11 @@ class EmbeddedServer:
         except OSError as error:
             raise Failure(error, ENVIRONMENT, detail=f"cannot start the demo's server: {error}") from error
         self._process = process
-        self._drain = threading.Thread(
+        drain = threading.Thread(
             target=self._read_log, args=(process.stderr,), name="weightwire-server-log", daemon=True
         )
-        self._drain.start()
+        start(drain)
+        self._drain = drain
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -105,7 +107,7 @@ class EmbeddedServer:
         # A server that neither speaks nor ends is ended for us, which ends the read below.
         timer = threading.Timer(START_SECONDS, process.kill)
         timer.daemon = True
-        timer.start()
+        start(timer)
         try:
             text = process.stdout.readline()
         finally:

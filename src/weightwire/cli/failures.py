@@ -27,6 +27,7 @@ from weightwire.errors import (
     VersionError,
     WeightwireError,
 )
+from weightwire.threads import NO_THREAD
 
 __all__ = [
     "CONTENT",
@@ -87,6 +88,8 @@ def as_failure(error: Exception) -> Failure:
     if isinstance(error, (StdoutFailed, CacheUnavailable)):
         return Failure(error, ENVIRONMENT)
     if isinstance(error, CacheError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return Failure(error, ENVIRONMENT)
+    if isinstance(error, TransportError) and error.operation == NO_THREAD:
         return Failure(error, ENVIRONMENT)
     if isinstance(error, WeightwireError):
         # Including a ModelError: one raised before the transfer has been turned into a usage failure already.

@@ -127,14 +127,15 @@ class Progress:
 
     def __enter__(self) -> Self:
         if self._display is not None:
-            self._thread = threading.Thread(
-                target=self._run, args=(self._display,), name="weightwire-progress", daemon=True
-            )
+            thread = threading.Thread(target=self._run, args=(self._display,), name="weightwire-progress", daemon=True)
             try:
-                self._thread.start()
+                thread.start()
+            except RuntimeError:
+                return self  # the system has no thread to give: the work goes on unseen
             except BaseException:
                 self._ended.set()
                 raise
+            self._thread = thread
         return self
 
     def __exit__(

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from weightwire.client.connection import Connection
 from weightwire.config import shown
-from weightwire.errors import ConfigError
+from weightwire.errors import ConfigError, TransportError
+from weightwire.threads import start
 from weightwire.transport.address import format_endpoint, parse_endpoint
 
 if TYPE_CHECKING:
@@ -143,8 +144,13 @@ class _Crew(Generic[_R]):
             thread = threading.Thread(
                 target=self._run, args=(number, member), name=f"weightwire-to-{member.target.endpoint}", daemon=True
             )
-            thread.start()
-            self._threads.append(thread)
+            try:
+                start(thread, member.target.endpoint)
+            except TransportError as error:
+                member.error = error
+                member.ended.set()
+            else:
+                self._threads.append(thread)
 
     def stop(self) -> None:
         """Close every connection, and wait for those who work on one."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Final, Self, TypeGuard
 
 from weightwire.client.hashpool import HashFeed, HashPool
 from weightwire.client.sources import in_blocks
@@ -60,7 +60,7 @@ class TensorHashes:
         self._identities: dict[int, FileIdentity] = {}
         known: dict[int, int] = {}
         digested: set[int] = set()
-        files = {n: tensor.payload for n, tensor in enumerate(self._tensors) if isinstance(tensor.payload, FileRange)}
+        files = {n: tensor.payload for n, tensor in enumerate(self._tensors) if _may_be_known(tensor.payload)}
         if index is not None:
             for payload in files.values():
                 if payload.fd not in self._identities:
@@ -140,7 +140,7 @@ class TensorHashes:
         entries: list[tuple[FileRange, str, Hashes]] = []
         for number, (value, digest) in sorted(self.pool.results().items()):
             tensor = self._tensors[number]
-            if isinstance(tensor.payload, FileRange):
+            if _may_be_known(tensor.payload):
                 entries.append((tensor.payload, tensor.name, Hashes(value, digest)))
         stored = self._index.record(entries, self._identities) if entries else 0
         return stored + self.recheck()
@@ -175,6 +175,11 @@ class TensorHashes:
                 )  # fmt: skip
                 index.record([(tensor.payload, name, right)], self._identities)
         return wrong
+
+
+def _may_be_known(payload: FileRange | memoryview) -> TypeGuard[FileRange]:
+    """Whether what the bytes hash to can be known from one push to the next."""
+    return isinstance(payload, FileRange) and payload.dated
 
 
 def _identity(payload: FileRange) -> FileIdentity:

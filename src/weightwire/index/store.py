@@ -17,6 +17,7 @@ from weightwire.errors import ConfigError
 from weightwire.index import database
 from weightwire.index.digest import Hashes
 from weightwire.index.identity import FileIdentity, identity_of
+from weightwire.model.mapped import written_through_mappings
 
 if TYPE_CHECKING:
     import sqlite3
@@ -117,12 +118,13 @@ class HashIndex:
                 _close(connection)
 
     def find(self, ranges: Sequence[FileRange]) -> list[Hashes | None]:
-        """What is known of each range, in order: None for one that is not known, or whose file has changed since.
+        """What is known of each range, in order: None for one that is not known, or whose file has changed since, or
+        could have without its times telling (not ``dated``, or mapped to be written to by this process).
 
-        Costs one fstat(2) and one query for each file.
+        Costs one fstat(2) and one query for each file, and a look at this process's mappings.
         """
         identities: dict[int, FileIdentity] = {}
-        for fd in {each.fd for each in ranges}:
+        for fd in _dated(ranges):
             with contextlib.suppress(OSError):
                 identities[fd] = identity_of(fd)
         if not identities:
@@ -133,20 +135,25 @@ class HashIndex:
         rows, stale = known
         if stale:
             self._attempt("noting what is used", lambda use: _note_seen(use, stale), 0.0, quiet=True)
-        return [rows.get((each.fd, each.offset, each.nbytes)) for each in ranges]
+        return [rows.get((each.fd, each.offset, each.nbytes)) if each.dated else None for each in ranges]
 
     def record(self, entries: Iterable[tuple[FileRange, str, Hashes]], identities: Mapping[int, FileIdentity]) -> int:
         """Remember ranges, the names of their tensors and their hashes; returns how many were stored.
 
         ``identities`` gives for each ``fd`` what `identity_of` said *before* the bytes were read. Nothing is stored for
         a file that is another now, or that had been changed so shortly before (2 s) that a further write might not
-        show. What was known of an earlier content of the file, or of an earlier file of its path, is dropped. A SHA-256
-        that is known already is kept where an entry has the same FNV-1a 64 and none.
+        show, nor for what `find` would not look for. What was known of an earlier content of the file, or of an earlier
+        file of its path, is dropped. A SHA-256 that is known already is kept where an entry has the same FNV-1a 64 and
+        none.
         """
         files: dict[int, list[tuple[FileRange, str, Hashes]]] = {}
         for entry in entries:
-            files.setdefault(entry[0].fd, []).append(entry)
-        sound = {fd: of for fd, of in files.items() if fd in identities and _unchanged(fd, identities[fd])}
+            if entry[0].dated:
+                files.setdefault(entry[0].fd, []).append(entry)
+        dated = _dated(of[0][0] for of in files.values())
+        sound = {
+            fd: of for fd, of in files.items() if fd in dated and fd in identities and _unchanged(fd, identities[fd])
+        }
         if not sound:
             return 0
         return (
@@ -266,6 +273,12 @@ def _transaction(connection: sqlite3.Connection, work: Callable[[sqlite3.Connect
             connection.execute("ROLLBACK")
         raise
     return result
+
+
+def _dated(ranges: Iterable[FileRange]) -> set[int]:
+    """The files of ``ranges`` that could not be written to without their times telling."""
+    fds = {each.fd for each in ranges if each.dated}
+    return fds - written_through_mappings(fds)
 
 
 def _unchanged(fd: int, before: FileIdentity) -> bool:

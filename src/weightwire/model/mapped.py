@@ -11,15 +11,15 @@ from __future__ import annotations
 import mmap
 import os
 from bisect import bisect_right
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 from weightwire.errors import ModelError
 from weightwire.model.base import ModelFile
 from weightwire.ranges import FileRange
 
-__all__ = ["MappedFiles", "MappedRange", "lies_in_a_file", "reading"]
+__all__ = ["MappedFiles", "MappedRange", "lies_in_a_file", "reading", "written_through_mappings"]
 
 # Shared anonymous memory has an inode as well, but nothing that could cut it short.
 _ANONYMOUS = ("/dev/zero (deleted)", "/anon_hugepage (deleted)", "/SYSV")
@@ -46,6 +46,10 @@ class _Behind(ModelFile):
     needed = 0
     watched = False
     """Whether it may not be written to meanwhile."""
+
+    def range(self, offset: int, nbytes: int) -> FileRange:
+        """``nbytes`` bytes from byte ``offset``, by reference; not ``dated`` where writing sets no time."""
+        return FileRange(self.fd, offset, nbytes, self.path, dated=self.watched)
 
     def check_unchanged(self) -> None:
         """ModelError if the file no longer has the bytes that are wanted of it, or is closed."""
@@ -123,9 +127,7 @@ class MappedFiles:
                 file = _Behind(area.path)
             except ModelError:
                 return None
-            status = os.fstat(file.fd)
-            device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
-            if (device, status.st_ino) != key:
+            if _key(os.fstat(file.fd)) != key:
                 file.close()
                 return None
             # Its owner may write through a mapping of his own, and mean it; what comes in another way he cannot.
@@ -148,6 +150,28 @@ class MappedFiles:
             file.path = f"memory mapped from {area.path}"
             self._opened[area.start] = file
         return self._opened[area.start]
+
+
+def written_through_mappings(fds: Iterable[int]) -> set[int]:
+    """Those of the open files ``fds`` that this process may write to through a mapping. Their times do not tell what is
+    in them: they need not be set before the next msync(2) (mmap(2)), and Linux sets them once for many writes of a
+    page.
+
+    A file that cannot be looked at is none of them.
+    """
+    areas = [area for area in _areas() if area.shared and area.writable]
+    if not areas:
+        return set()
+    inodes = {(area.device, area.inode) for area in areas}
+    # On some file systems (overlayfs, btrfs) a mapping has another device than stat(2) says.
+    paths = {area.path for area in areas}
+    found = set()
+    for fd in fds:
+        with suppress(OSError):
+            status = os.fstat(fd)
+            if _key(status) in inodes or os.readlink(f"/proc/self/fd/{fd}") in paths:
+                found.add(fd)
+    return found
 
 
 def lies_in_a_file(view: memoryview) -> bool:
@@ -186,6 +210,11 @@ def _is_mapped(data: object) -> bool:
             break
         data = data.obj if isinstance(data, memoryview) else getattr(data, "base", None)
     return isinstance(data, mmap.mmap)
+
+
+def _key(status: os.stat_result) -> tuple[str, int]:
+    """Device and inode as proc(5) has them for a mapping."""
+    return f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}", status.st_ino
 
 
 def _address(view: memoryview) -> int:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
+import time
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final, NamedTuple
 
+from weightwire.cache import progress
 from weightwire.cache.saving import Save, Saver
 from weightwire.errors import WeightwireError
 from weightwire.server.capacity import MAX_BUFFERS, AddressSpace, Capacity
@@ -68,8 +70,16 @@ class Block:
 
     def about_to_write(self, start: int, nbytes: int) -> None:
         """Must be called before any byte of the range changes: waits until the cache has what it needs of it."""
-        for low, _, save in self.needed(start, nbytes):
-            save.settle(start + nbytes - low)
+        self.settle(self.needed(start, nbytes), start + nbytes)
+
+    @staticmethod
+    def settle(needed: Iterable[tuple[int, int, Save]], end: int) -> None:
+        """Return when bytes up to ``end`` of what is ``needed`` may change: `LONGEST` seconds later at most, for all of
+        it. What the disk has not taken by then comes to no entry.
+        """
+        deadline = time.monotonic() + progress.LONGEST
+        for low, _, save in needed:
+            save.settle(end - low, max(0.0, deadline - time.monotonic()))
 
     def needed(self, start: int, nbytes: int) -> list[tuple[int, int, Save]]:
         """What of that range is needed for the cache at this moment: first byte, end, and for which tensor."""

@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Final
 
-from weightwire.cache.reading import Fill, Reader, advise, read_exactly
+from weightwire.cache.reading import Fill, Reader, ReadingStopped, advise, read_exactly
 from weightwire.cache.saving import Saver
 from weightwire.cache.store import NOT_ITS_NAME, TensorCache
 from weightwire.cache.workers import Workers
@@ -76,6 +76,7 @@ class Filler:
         self._saver = saver
         self._recorder = recorder
         self._reader = Reader(workers, recorder.switch)
+        self._stopped = False
         self._questions: deque[Question] = deque()
 
     def __bool__(self) -> bool:
@@ -129,7 +130,12 @@ class Filler:
 
     def stop(self) -> None:
         """Whoever is inside `answer` gets ReadingStopped."""
+        self._stopped = True
         self._reader.stop()
+
+    def _check(self) -> None:
+        if self._stopped:
+            raise ReadingStopped
 
     def close(self) -> None:
         """The client has gone: drop what was begun."""
@@ -183,7 +189,7 @@ class Filler:
             if self._saver is not None:
                 self._saver.settled(question.content_hash, question.nbytes)
             if not self._look_up(question, cache):
-                cache.look_into(question.content_hash, question.nbytes)
+                cache.look_into(question.content_hash, question.nbytes, self._check)
                 return False
         if question.fill is not None:
             return self._finish(question, question.fill, cache)
@@ -217,7 +223,7 @@ class Filler:
         hashed = cache.verify == "content"
         if hashed:
             with self._recorder.during(Stage.HASH):
-                proved = cache.proved(question.content_hash, fd, question.nbytes)
+                proved = cache.proved(question.content_hash, fd, question.nbytes, self._check)
             if not proved:
                 self._recorder.corrupt_hits += proved is False  # one that cannot be read is none
                 return False
@@ -241,6 +247,7 @@ class Filler:
     def _file_into_hook(self, destination: Destination, fd: int, start: int, nbytes: int) -> int:
         digest = FNV_OFFSET
         for done in range(0, nbytes, STAGING_BYTES):
+            self._check()
             piece = self._staging.take(min(nbytes - done, STAGING_BYTES))
             previous = self._recorder.switch(Stage.READ)
             try:

@@ -27,6 +27,7 @@ from weightwire.server.served import Registry, ServedTensor
 from weightwire.server.session import Services, Session
 from weightwire.server.stats import Ledger, ServerStats
 from weightwire.server.waiting import WaitingRoom
+from weightwire.threads import start
 from weightwire.transport.address import format_sockaddr
 from weightwire.transport.devices import check_environment
 from weightwire.transport.memory import available_memory
@@ -206,7 +207,7 @@ class Server:
             acceptor = threading.Thread(
                 target=self._accept_all, args=(listeners, wake[0]), name="weightwire-accept", daemon=True
             )
-            acceptor.start()
+            start(acceptor)
             self._acceptor, self._wake, self._unlisten = acceptor, wake[1], undo.pop_all()
         self._port = names[0][1]
         self._endpoints = tuple(map(format_sockaddr, names))

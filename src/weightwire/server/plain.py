@@ -171,17 +171,10 @@ class PlainReceiver(Receiver):
 class PlainFiller(Filler):
     """Answers the questions of one client one by one, out of files that are read to their end first."""
 
-    _stopped = False
-
     @property
     def room(self) -> int:
         """No further question is taken in."""
         return 0
-
-    def stop(self) -> None:
-        """Whoever is inside `answer` gets ReadingStopped."""
-        self._stopped = True
-        super().stop()
 
     def _begin(self, question: Question) -> None:
         self._questions.append(question)
@@ -190,7 +183,7 @@ class PlainFiller(Filler):
         content_hash, nbytes = question.content_hash, question.nbytes
         fd = cache.lookup(content_hash, nbytes)
         if fd is None:
-            cache.look_into(content_hash, nbytes)
+            cache.look_into(content_hash, nbytes, self._check)
             return False
         try:
             try:
@@ -243,10 +236,6 @@ class PlainFiller(Filler):
         except BaseException:
             buffer.spoil(question.placed)
             raise
-
-    def _check(self) -> None:
-        if self._stopped:
-            raise ReadingStopped
 
 
 def _copy(source: memoryview, target: memoryview) -> None:

@@ -95,7 +95,9 @@ class PopulateJob:
 
 
 class Populator:
-    """The worker thread; it starts with the first job. Thread-safe."""
+    """The worker thread; it starts with the first job. Without one to be had, the data touches its pages itself.
+    Thread-safe.
+    """
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
@@ -111,12 +113,23 @@ class Populator:
         with self._condition:
             if self._closing:
                 return job
-            self._ready.append(job)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="weightwire-populate", daemon=True)
-                self._thread.start()
+                self._begin()
+            if self._thread is None:
+                job.cancel()  # nobody would ever let go of its region
+                return job
+            self._ready.append(job)
             self._condition.notify_all()
         return job
+
+    def _begin(self) -> None:
+        thread = threading.Thread(target=self._work, name="weightwire-populate", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            logger.debug("no thread to populate memory ahead of the data: %s", error)
+        else:
+            self._thread = thread
 
     def wake(self, job: PopulateJob) -> None:
         """Put a parked job back to work."""

@@ -155,8 +155,7 @@ class Receiver:
         needed = block.needed(start, nbytes)
         for done in range(0, nbytes, _PIECE):
             piece = window[done : done + _PIECE]
-            for low, _, other in needed:
-                other.settle(start + done + piece.nbytes - low)
+            block.settle(needed, start + done + piece.nbytes)
             block.reached(start + done + piece.nbytes)
             self._recv_into(piece)
             if save is not None:

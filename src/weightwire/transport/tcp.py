@@ -13,6 +13,7 @@ from typing import Final
 from weightwire._native import _stream
 from weightwire.config import parse_host
 from weightwire.errors import ConfigError, TransferTimeout, TransportError
+from weightwire.threads import start
 from weightwire.transport.address import format_endpoint, format_sockaddr, parse_endpoint
 
 __all__ = ["TcpStream", "connect_tcp", "listen_tcp"]
@@ -152,7 +153,7 @@ def _resolve(host: str, port: int, name: str, started: float, deadline: float | 
             answer.append(error)
 
     thread = threading.Thread(target=look_up, name=f"weightwire-resolve-{host}", daemon=True)
-    thread.start()
+    start(thread, name)
     while thread.is_alive():
         left = SLICE if deadline is None else min(SLICE, deadline - time.monotonic())
         if left <= 0:

@@ -368,3 +368,32 @@ def test_memory_is_given_back_when_it_is_written(saver: Saver) -> None:
     save.settle()
     del save
     assert eventually(lambda: alive() is None)
+
+
+def test_comparing_with_what_is_there_ends_with_the_saver(
+    cache: TensorCache, saver: Saver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = bytearray(data(9))
+    with cache.writer() as writer:
+        writer.write(memory)
+        assert writer.commit(fnv1a64(memory))
+    monkeypatch.setattr(store, "_PIECE", 1 << 10)  # thousands of them
+    right = store.first_difference
+    reached, go = threading.Event(), threading.Event()
+    compared = 0
+
+    def comparing(one: memoryview, other: memoryview) -> int:
+        nonlocal compared
+        compared += 1
+        reached.set()
+        assert go.wait(20)
+        return right(one, other)
+
+    monkeypatch.setattr(store, "first_difference", comparing)
+    receive(saver, memory)
+    assert reached.wait(20)
+    saver.close(0.1)
+    go.set()
+    assert eventually(lambda: not any(thread.is_alive() for thread in saver._threads))
+    assert compared == 1
+    assert os.listdir(cache.directory) == [cache.path_for(fnv1a64(data(9))).name]

@@ -7,7 +7,9 @@ import os
 import stat
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -111,14 +113,14 @@ class Hashed(list[int]):
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
-        real = store.hash_payload
+        real = store.hash_payloads
 
-        def noted(payload: FileRange) -> int:
-            self.append(payload.nbytes)
-            assert payload.nbytes <= len(DATA), "more than anybody asked for"
-            return real(payload)
+        def noted(payloads: Sequence[FileRange], **options: Any) -> list[int]:
+            self.extend(payload.nbytes for payload in payloads)
+            assert self[-1] <= len(DATA), "more than anybody asked for"
+            return real(payloads, **options)
 
-        monkeypatch.setattr(store, "hash_payload", noted)
+        monkeypatch.setattr(store, "hash_payloads", noted)
 
 
 def test_a_huge_entry_is_not_read_whole(cache: TensorCache, monkeypatch: pytest.MonkeyPatch) -> None:

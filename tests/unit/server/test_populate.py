@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import gc
 import mmap
+import threading
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from support.leaks import LeakCheck, eventually
 
+from weightwire import Server, connect
 from weightwire.server import populate
 from weightwire.server.destinations import HostMemory
 from weightwire.server.populate import Populator
@@ -145,3 +149,55 @@ def test_no_thread_before_the_first_buffer(no_leaks: LeakCheck) -> None:
     populator = Populator()
     assert populator._thread is None
     populator.close()
+
+
+@pytest.fixture
+def no_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """The system gives no thread to populate memory with, until this is undone."""
+    right = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name == "weightwire-populate":
+            raise RuntimeError("can't start new thread")
+        right(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        yield patch
+
+
+def test_without_a_thread_nothing_is_populated_and_nothing_held(
+    no_thread: pytest.MonkeyPatch, no_leaks: LeakCheck
+) -> None:
+    populator = Populator()
+    memory = HostMemory(64 * MIB)
+    gone = weakref.ref(memory.region)
+    job = populator.add(memory.region)
+    job.reached(30 * MIB)
+    assert job.done == 0
+    memory.close()
+    del memory
+    gc.collect()
+    assert gone() is None  # though the job is still there
+    no_thread.undo()
+    other = HostMemory(4 * MIB)
+    later = populator.add(other.region)
+    assert eventually(lambda: later.done == 4 * MIB)
+    populator.close()
+
+
+def test_closing_without_a_thread(no_thread: pytest.MonkeyPatch, no_leaks: LeakCheck) -> None:
+    populator = Populator()
+    memory = HostMemory(4 * MIB)
+    populator.add(memory.region)
+    populator.close()
+    populator.close()
+
+
+def test_a_server_without_the_thread_serves_and_closes(no_thread: pytest.MonkeyPatch, no_leaks: LeakCheck) -> None:
+    data = np.random.default_rng(1).integers(0, 256, 3 * MIB, np.uint8)
+    with Server(port=0, memory=8 * MIB) as server:
+        for _ in range(3):  # of 8 MiB: none may be lost
+            with connect(server.endpoints[0], timeout=30) as connection:
+                assert connection.push({"a": data}, index=False)["a"].read().tobytes() == data.tobytes()
+                assert connection.push({"b": data}, index=False)["b"].read().tobytes() == data.tobytes()

@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -153,12 +153,12 @@ def test_an_entry_that_cannot_be_read_is_missed_and_not_wrong(
     def fail(*_: Any, **__: Any) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    def no_hash(payload: FileRange) -> int:
-        raise ModelError(f"{payload.path}: {os.strerror(errno.EIO)}")
+    def no_hash(payloads: Sequence[FileRange], **_: Any) -> list[int]:
+        raise ModelError(f"{payloads[0].path}: {os.strerror(errno.EIO)}")
 
     monkeypatch.setattr(plain, "read_exactly", fail)
     monkeypatch.setattr(reading, "read_fnv1a64", fail)
-    monkeypatch.setattr(store, "hash_payload", no_hash)
+    monkeypatch.setattr(store, "hash_payloads", no_hash)
     profile = load(server, found)
     assert (profile.hits, profile.misses, profile.corrupt_hits) == (0, 1, 0)
     assert_adds_up(profile)
