@@ -26,8 +26,9 @@ _LAG: Final = 64 << 20
 _PAGE: Final = mmap.PAGESIZE
 
 _PAUSES: Final = (0.001, 0.005, 0.025)
-"""Seconds between tries at the end. A page that has been sent to this machine itself is free a moment after it was
-received: Linux hands the memory of a packet back to the processor that sent it, which frees it when it gets to it.
+"""Seconds between tries at the end. A page that was sent to a server on this machine may be free only a moment after it
+was received: Linux hands packets back to the processor that sent them. Some of them it keeps until it receives another,
+and what those hold stays in memory (the kernel's Documentation/admin-guide/sysctl/net.rst, skb_defer_max).
 """
 
 

@@ -109,8 +109,8 @@ def push_all(
     """Connect to several servers and push a model, or a part of it, to each, all at once.
 
     ``targets`` are endpoints (``"host:port"``), which get all of it, or a `Target` each, which says what they get. A
-    tensor that several of them want is hashed once, in one pass. ``threads`` and ``in_flight`` (bytes) are
-    for all of them together. ``progress(name, done, total)`` counts the bytes of all, twice with ``verify``, and is
+    tensor that several of them want is hashed once; each reads it, from the page cache. ``threads`` and ``in_flight``
+    (bytes) are for all of them together. ``progress(name, done, total)`` counts the bytes of all, twice with ``verify``, and is
     never called by two threads at once; if it raises, everything ends and that is raised. The other arguments are
     those of `Connection.push` and `connect`.
 

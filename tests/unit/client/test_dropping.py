@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.pagecache import cache, need_droppable, share
+from support.pagecache import cache, need_droppable, one_processor, share
 
 from weightwire.client import dropping
 from weightwire.client.dropping import DropBehind
@@ -106,16 +106,6 @@ def test_memory_and_nothing_are_let_be(fd: int) -> None:
     drop.close()
 
 
-@pytest.fixture
-def one_processor() -> Iterator[None]:
-    """What is received on the processor that sent it is freed at once."""
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {min(before)})
-    yield
-    os.sched_setaffinity(0, before)
-
-
-@pytest.mark.usefixtures("one_processor")
 def test_what_a_socket_lets_go_of_late_is_dropped_at_the_end(
     path: Path, fd: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,11 +124,11 @@ def test_what_a_socket_lets_go_of_late_is_dropped_at_the_end(
                 far.recv(sent, socket.MSG_WAITALL)
 
     monkeypatch.setattr(dropping, "_advise", advise)
-    with near, far:
+    with near, far, one_processor():
         near.setblocking(False)
         sent = os.sendfile(near.fileno(), fd, 32 * MIB, MIB)
         drop = DropBehind()
-        parts = ranges(fd, 20 * MIB, SIZE) + [FileRange(fd, SIZE, len(b"the end"))]
+        parts = [*ranges(fd, 20 * MIB, SIZE), FileRange(fd, SIZE, len(b"the end"))]
         drop.want(parts)
         drop.done(parts[0])
         drop.done(FileRange(fd, 20 * MIB, 20 * MIB))
