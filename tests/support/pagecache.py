@@ -79,8 +79,8 @@ def need_droppable(folder: Path) -> None:
 @contextlib.contextmanager
 def one_processor() -> Iterator[None]:
     """Inside: this thread, and those it starts, run on one processor, so that a packet's pages are free once it has
-    been received. Linux hands packets back to the processor that sent them, which keeps up to 64 of them, and the pages they
-    held, until it receives another (the kernel's Documentation/admin-guide/sysctl/net.rst, skb_defer_max).
+    been received. Linux hands packets back to the processor that sent them, which keeps up to 64 of them, and the
+    pages they held, until it receives another (the kernel's Documentation/admin-guide/sysctl/net.rst, skb_defer_max).
     """
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(before)})
