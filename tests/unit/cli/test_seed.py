@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from support.cachedir import contents, entries_of, files_in, name_of, write_model
+from support.disks import disk_of
 from support.leaks import eventually
 from support.require import do_without
 
@@ -135,15 +136,8 @@ def test_a_model_with_nothing_large(invoke, small_gguf: Path, tmp_path: Path) ->
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 16 MiB."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    if (
-        os.geteuid()
-        or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", place], check=False).returncode
-    ):
-        pytest.skip("mounting a small file system needs root")
-    yield place
-    subprocess.run(["umount", place], check=True)
+    with disk_of(tmp_path / "disk", 16) as place:
+        yield place
 
 
 def test_a_full_disk(invoke, model: Path, tensors: dict[str, bytes], small_disk: Path) -> None:

@@ -9,7 +9,6 @@ import struct
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.fakeverbs import RETRY_EXC_ERR, FakeVerbs
