@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import gguf
 import numpy as np
 import pytest
 from interop.proxy import RecordingProxy, traffic
 from safetensors.numpy import save_file
 from support.awkward import MIB
 from support.leaks import LeakCheck
+from support.shards import write_shards
 from support.stock import StockServer
 
 import weightwire
@@ -52,16 +52,9 @@ def model(tensors: dict[str, bytes], tmp_path_factory: pytest.TempPathFactory) -
 @pytest.fixture(scope="module")
 def shards(tensors: dict[str, bytes], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same tensors in three files; any of them is the model."""
-    folder = tmp_path_factory.mktemp("shards")
-    writer = gguf.GGUFWriter(folder / "traffic.gguf", "llama", split_max_tensors=7)
-    for name, data in tensors.items():
-        writer.add_tensor(name, np.frombuffer(data, np.int8))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    assert len(list(folder.iterdir())) == 3
-    return folder / "traffic-00001-of-00003.gguf"
+    files = write_shards(tmp_path_factory.mktemp("shards"), tensors, 7)
+    assert len(files) == 3
+    return files[1]
 
 
 def fill(folder: Path, tensors: dict[str, bytes], state: str) -> Path:
