@@ -10,6 +10,7 @@
 #endif
 
 #define HUGE ((size_t)2 << 20)
+#define LOOK 4096 /* pages looked at in one call */
 
 static size_t page_size(void)
 {
@@ -99,4 +100,30 @@ size_t ww_first_difference(const void *a, const void *b, size_t n)
         at += step;
     }
     return n;
+}
+
+struct ww_status ww_resident(int fd, uint64_t offset, uint64_t nbytes, uint64_t *resident)
+{
+    uint64_t page = page_size();
+    uint64_t at = (offset + page - 1) / page * page;
+    uint64_t end = (offset + nbytes) / page * page;
+    unsigned char pages[LOOK];
+    *resident = 0;
+    while (at < end) {
+        size_t step = end - at < LOOK * page ? (size_t)(end - at) : (size_t)(LOOK * page);
+        void *base = mmap(NULL, step, PROT_READ, MAP_SHARED, fd, (off_t)at);
+        if (base == MAP_FAILED) {
+            return ww_status_of(WW_FAILED, errno, "mmap");
+        }
+        int failed = mincore(base, step, pages) == 0 ? 0 : errno;
+        munmap(base, step);
+        if (failed) {
+            return ww_status_of(WW_FAILED, failed, "mincore");
+        }
+        for (size_t i = 0; i < step / page; i++) {
+            *resident += pages[i] & 1 ? page : 0;
+        }
+        at += step;
+    }
+    return ww_status_of(WW_DONE, 0, "mincore");
 }

@@ -1,4 +1,4 @@
-/* Anonymous memory in huge pages, touched ahead of the data that will come. */
+/* Anonymous memory in huge pages, touched ahead of the data that will come; and what of a file is in memory. */
 #ifndef WW_MEMORY_H
 #define WW_MEMORY_H
 
@@ -25,5 +25,10 @@ int ww_region_populate(const struct ww_region *region, size_t offset, size_t nby
 
 /* The first byte that differs between two buffers of n bytes, or n. */
 size_t ww_first_difference(const void *a, const void *b, size_t n);
+
+/* How many of the bytes [offset, offset + nbytes) of a file lie in pages that the page cache holds, of pages that lie wholly in
+ * that range; none of them is read. Where this process may not be told (mincore(2): a file that it neither owns nor could
+ * write), that is all of them. WW_FAILED ("mmap", "mincore"): it has no such pages. */
+struct ww_status ww_resident(int fd, uint64_t offset, uint64_t nbytes, uint64_t *resident);
 
 #endif

@@ -15,6 +15,7 @@ import pytest
 from interop.proxy import RecordingProxy
 from support.awkward import MIB
 from support.cachedir import contents, entries_of, files_in
+from support.shards import write_shards
 from support.stock import stock_load
 
 import weightwire
@@ -64,6 +65,19 @@ def test_a_stock_server_saves_what_we_seed(stock_protocol, stock_server, stock_c
     assert seeded(edge_gguf, tmp_path / "seeded")["written"] == 2
     saved = files_in(tmp_path / "saved")
     assert saved == files_in(tmp_path / "seeded") == entries_of(EDGES["t2"], EDGES["t4"])
+
+
+@pytest.mark.parametrize("given", [0, 1, 2])
+def test_a_split_model_is_seeded_whole_whichever_file_is_given(stock_server, tmp_path: Path, given: int) -> None:
+    """And a stock server has all of it."""
+    files = write_shards(tmp_path, EDGES, 2)
+    assert len(files) == 3
+    assert seeded(files[given], tmp_path / "seeded")["written"] == 2
+    assert files_in(tmp_path / "seeded") == entries_of(EDGES["t2"], EDGES["t4"])
+    server = stock_server(cache=tmp_path / "seeded")
+    with weightwire.connect(server.endpoint, timeout=60) as connection:
+        summary = connection.push(files[given], cache="always", index=False, verify=True).summary
+    assert (summary.tensors, summary.hits, summary.misses, summary.verified) == (5, 2, 0, True)
 
 
 def test_a_stock_server_fills_tensors_from_what_we_seeded(stock_protocol, stock_server, edge_gguf, tmp_path):

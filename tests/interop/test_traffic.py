@@ -11,6 +11,7 @@ from interop.proxy import RecordingProxy, traffic
 from safetensors.numpy import save_file
 from support.awkward import MIB
 from support.leaks import LeakCheck
+from support.shards import write_shards
 from support.stock import StockServer
 
 import weightwire
@@ -48,6 +49,14 @@ def model(tensors: dict[str, bytes], tmp_path_factory: pytest.TempPathFactory) -
     return path
 
 
+@pytest.fixture(scope="module")
+def shards(tensors: dict[str, bytes], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same tensors in three files; any of them is the model."""
+    files = write_shards(tmp_path_factory.mktemp("shards"), tensors, 7)
+    assert len(files) == 3
+    return files[1]
+
+
 def fill(folder: Path, tensors: dict[str, bytes], state: str) -> Path:
     """A cache with nothing in it, with a part of the model (one entry cut short), or with all of it."""
     folder.mkdir()
@@ -72,22 +81,25 @@ def record(server: StockServer, model: object, **options: object) -> tuple[list[
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("source", ["file", "arrays"])
+@pytest.mark.parametrize("source", ["file", "arrays", "shards", "blocks"])
 @pytest.mark.parametrize("state", ["cold", "partly", "warm"])
 def test_any_number_of_threads_sends_the_same(
     no_leaks: LeakCheck,
     stock_server: Callable[..., StockServer],
     tensors: dict[str, bytes],
     model: Path,
+    shards: Path,
     tmp_path: Path,
     state: str,
     source: str,
 ) -> None:
-    pushed: object = model if source == "file" else {n: np.frombuffer(data, np.uint8) for n, data in tensors.items()}
+    arrays = {name: np.frombuffer(data, np.uint8) for name, data in tensors.items()}
+    pushed: object = {"arrays": arrays, "shards": shards}.get(source, model)
+    read = "read" if source == "blocks" else "auto"
     recorded = []
-    for threads in THREADS:
+    for threads in THREADS if source in ("file", "arrays") else (0, 2):
         server = stock_server(cache=fill(tmp_path / f"{threads}", tensors, state))
-        recorded.append(record(server, pushed, threads=threads, index=False))
+        recorded.append(record(server, pushed, threads=threads, index=False, read=read))
         server.stop()
     if source == "file":
         # What the index knows need not be hashed, and is asked for at the same place; the first push teaches it.

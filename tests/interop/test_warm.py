@@ -9,6 +9,7 @@ import pytest
 from interop.proxy import RecordingProxy
 from support.awkward import MIB, awkward_tensors
 from support.leaks import LeakCheck
+from support.shards import write_shards
 from support.stock import StockClient, StockServer
 
 import weightwire
@@ -63,6 +64,24 @@ def test_the_same_files_as_a_stock_clients_load(
     client.close()
     assert entries(ours.cache) == entries(theirs.cache)
     assert set(entries(ours.cache)) == {f"{fnv1a64(tensor.data):016x}" for tensor in LARGE}
+
+
+@pytest.mark.parametrize("read", ["auto", "read"])
+def test_a_split_model(stock_server, tmp_path: Path, no_leaks: LeakCheck, read: str) -> None:
+    """Tensors of all its files, whichever is given."""
+    random = np.random.default_rng(5)
+    sizes = (10 * MIB + 1, 100, 11 * MIB, 12 * MIB + 7, 1000)
+    tensors = {f"t{number}": random.bytes(size) for number, size in enumerate(sizes)}
+    (tmp_path / "model").mkdir()
+    files = write_shards(tmp_path / "model", tensors, 2)
+    assert len(files) == 3
+    server = stock_server(cache=tmp_path / "entries")
+    for given, counts in ((1, (0, 3)), (2, (3, 0))):
+        (outcome,) = weightwire.warm(files[given], server.endpoint, timeout=60, read=read, index=False)
+        assert outcome.summary is not None, outcome.error
+        assert (outcome.summary.hits, outcome.summary.misses) == counts
+    large = [data for data in tensors.values() if len(data) > CACHE_THRESHOLD]
+    assert entries(server.cache) == {f"{fnv1a64(data):016x}": data for data in large}
 
 
 def test_then_a_stock_client_sends_nothing_over_10_mib(stock_server, stock_client, awkward_gguf, tmp_path):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from support.require import do_without
@@ -72,3 +74,17 @@ def need_droppable(folder: Path) -> None:
     path.unlink()
     if left > 0.5:
         do_without("a file system on a disk for temporary files", "pages of its files cannot be dropped")
+
+
+@contextlib.contextmanager
+def one_processor() -> Iterator[None]:
+    """Inside: this thread, and those it starts, run on one processor, so that a packet's pages are free once it has
+    been received. Linux hands packets back to the processor that sent them, which keeps up to 64 of them, and the
+    pages they held, until it receives another (the kernel's Documentation/admin-guide/sysctl/net.rst, skb_defer_max).
+    """
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(before)})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)

@@ -15,8 +15,7 @@ import pytest
 import weightwire
 from weightwire.config import profile_wanted
 from weightwire.errors import ConfigError
-from weightwire.profile import CommandStat, LoadProfile, Stage
-from weightwire.transport.profiling import LoadRecorder
+from weightwire.profile import CommandStat, LoadProfile
 
 NAMES = {
     *("side", "peer", "transport", "device", "send_depth", "measured", "set_tensor_calls", "set_tensor_bytes"),
@@ -208,12 +207,3 @@ def test_a_variable_that_cannot_be_used_is_named(text: str) -> None:
         profile_wanted(None, {"GGML_RPC_LOADPROF": text})
     with pytest.raises(ConfigError, match="profile="):
         profile_wanted(text, {})
-
-
-def test_a_stage_that_fails_is_left() -> None:
-    recorder = LoadRecorder()
-    recorder.begin()
-    recorder.switch(Stage.ASK)
-    with pytest.raises(OSError, match="broken"), recorder.during(Stage.READ):
-        raise OSError("broken")
-    assert recorder.switch(Stage.GAP) == Stage.ASK

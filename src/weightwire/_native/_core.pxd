@@ -65,6 +65,7 @@ cdef extern from "memory/memory.h" nogil:
     void ww_region_unmap(ww_region *region) noexcept
     int ww_region_populate(const ww_region *region, size_t offset, size_t nbytes) noexcept
     size_t ww_first_difference(const void *a, const void *b, size_t n) noexcept
+    ww_status ww_resident(int fd, uint64_t offset, uint64_t nbytes, uint64_t *resident) noexcept
 
 
 cdef extern from "stream/stream.h" nogil:

@@ -1,12 +1,14 @@
-"""Host memory for tensors, and comparing it."""
+"""Host memory for tensors, comparing it, and what of a file is in memory."""
 
 from cpython.buffer cimport PyBuffer_FillInfo, PyBuffer_Release
 from cpython.exc cimport PyErr_CheckSignals
 from libc.stddef cimport size_t
+from libc.stdint cimport uint64_t
 from libc.string cimport memset
 
 from weightwire._native._core cimport (
-    WW_DONE, take_buffer, ww_first_difference, ww_region, ww_region_map, ww_region_populate, ww_region_unmap, ww_status,
+    WW_DONE, take_buffer, ww_first_difference, ww_region, ww_region_map, ww_region_populate, ww_region_unmap, ww_resident,
+    ww_status,
 )
 
 import os
@@ -129,3 +131,18 @@ def first_difference(a, b):
             PyBuffer_Release(&y)
     finally:
         PyBuffer_Release(&x)
+
+
+def resident_bytes(int fd, uint64_t offset, uint64_t nbytes):
+    """How many of ``nbytes`` bytes from byte ``offset`` of a file the page cache holds, counting pages that lie wholly
+    among them, and reading none. All, where this process may not be told. Raises ``OSError`` for what has no pages.
+    """
+    cdef uint64_t found = 0
+    cdef ww_status status
+    if nbytes > <uint64_t>-1 - offset:
+        raise ValueError(f"no file has {nbytes} bytes from byte {offset}")
+    with nogil:
+        status = ww_resident(fd, offset, nbytes, &found)
+    if status.code != WW_DONE:
+        raise OSError(status.error, f"{(<bytes>status.operation).decode()}: {os.strerror(status.error)}")
+    return found

@@ -12,6 +12,7 @@ from weightwire.cli.options import (
     check_protocol,
     help_,
     json_output,
+    optimized,
     protocol,
     quiet,
     timeout,
@@ -56,6 +57,7 @@ _KINDS = ("mix", "large", "small")
 @timeout
 @protocol
 @transport
+@optimized
 @json_output
 @quiet
 @help_
@@ -68,6 +70,7 @@ def bench(
     timeout: float | None,
     protocol: str | None,
     transport: str | None,
+    optimized: bool | None,
     as_json: bool,
     quiet: bool,
 ) -> None:
@@ -77,16 +80,26 @@ def bench(
     it allocates there is freed, and nothing is put into its cache. The server should have nothing else to do.
     """
     from weightwire.client import bench as measure
-    from weightwire.client import connect
+    from weightwire.client.connection import connect_measured
 
     if rounds is not None and seconds is not None:
         raise click.UsageError("--rounds and --seconds cannot be given together")
     config = ClientConfig.resolve(
-        timeout=timeout, protocol=protocol, transport=transport, settings=("timeout", "protocol", "transport")
+        timeout=timeout,
+        protocol=protocol,
+        transport=transport,
+        optimized=optimized,
+        settings=("timeout", "protocol", "transport", "optimized"),
     )
     check_protocol(config.protocol, "WEIGHTWIRE_PROTOCOL")
     with (
-        connect(endpoint, timeout=config.timeout, protocol=config.protocol, transport=config.transport) as connection,
+        connect_measured(
+            endpoint,
+            timeout=config.timeout,
+            protocol=config.protocol,
+            transport=config.transport,
+            optimized=config.optimized,
+        ) as connection,
         Progress("measuring", 0, choose_display(quiet)),
     ):
         result = measure(
@@ -105,6 +118,7 @@ def bench(
         about = {
             "endpoint": connection.endpoint,
             "protocol": connection.protocol,
+            "optimized": connection.optimized,
             "transport": dict(connection.transport),
         }
         object_(about | result.as_dict())
@@ -114,7 +128,8 @@ def bench(
 
 
 def _lines(connection: Connection, result: BenchResult) -> list[str]:
-    where = printable(f"{connection.endpoint} (protocol {connection.protocol}, {carrier(connection)})")
+    way = "" if connection.optimized else ", the plain way"
+    where = printable(f"{connection.endpoint} (protocol {connection.protocol}, {carrier(connection)}{way})")
     plural = "" if result.rounds == 1 else "s"
     lines = [
         f"measured {where}: {result.rounds} round{plural}, medians (and quartiles)",

@@ -120,7 +120,14 @@ def _model(path: str, as_json: bool) -> None:
 def _server(endpoint: str, config: ClientConfig, as_json: bool) -> None:
     from weightwire.client import connect
 
-    with connect(endpoint, timeout=config.timeout, protocol=config.protocol, transport=config.transport) as connection:
+    with connect(
+        endpoint,
+        timeout=config.timeout,
+        protocol=config.protocol,
+        transport=config.transport,
+        profile=False,  # nothing is loaded, and so it does not matter how
+        optimized=True,
+    ) as connection:
         devices: list[dict[str, int]] = []
         for device in range(connection.device_count()):
             free, total = connection.device_memory(device)

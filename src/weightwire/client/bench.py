@@ -104,10 +104,10 @@ class BenchTransfer:
         return low, high
 
     def as_dict(self) -> dict[str, Any]:
-        """Numbers by their names, for JSON: times are seconds, ``split_seconds`` medians of the profiles."""
-        parts = [profile.as_dict() for profile in self.profiles]
-        names = [name for name in (parts[0] if parts else ()) if name.endswith("_ns")]
-        return {
+        """Numbers by their names, for JSON: times are seconds, ``split_seconds`` medians of the profiles, and absent
+        unless all of them were measured.
+        """
+        values = {
             "tensors": self.tensors,
             "bytes": self.bytes,
             "largest": self.largest,
@@ -116,8 +116,14 @@ class BenchTransfer:
             "quartiles_seconds": list(self.quartiles),
             "gib_per_s": self.bytes / self.median / 2**30,
             "tensors_per_s": self.tensors / self.median,
-            "split_seconds": {name[:-3]: statistics.median(part[name] for part in parts) / 1e9 for name in names},
         }
+        if self.profiles and all(profile.measured for profile in self.profiles):
+            parts = [profile.as_dict() for profile in self.profiles]
+            names = [name for name in parts[0] if name.endswith("_ns")]
+            values["split_seconds"] = {
+                name[:-3]: statistics.median(part[name] for part in parts) / 1e9 for name in names
+            }
+        return values
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,12 +6,14 @@ import contextlib
 import mmap
 import os
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 from weightwire.model import ModelTensor
 from weightwire.ranges import FileRange
+from weightwire.transport.memory import resident_bytes
 
 __all__ = ["Claim", "DropBehind", "claims_for", "dropping"]
 
@@ -22,6 +24,12 @@ _LAG: Final = 64 << 20
 """Bytes behind, which are tried again each time: a page that still waits in a socket cannot be dropped."""
 
 _PAGE: Final = mmap.PAGESIZE
+
+_PAUSES: Final = (0.001, 0.005, 0.025)
+"""Seconds between tries at the end. A page that was sent to a server on this machine may be free only a moment after it
+was received: Linux hands packets back to the processor that sent them. Some of them it keeps until it receives another,
+and what those hold stays in memory (the kernel's Documentation/admin-guide/sysctl/net.rst, skb_defer_max).
+"""
 
 
 class DropBehind:
@@ -65,7 +73,7 @@ class DropBehind:
 
     def close(self) -> None:
         """Drop what is left, once more what a socket may have held, and what somebody still wanted: everything has
-        arrived, and nobody reads any more. Idempotent.
+        arrived, and nobody reads any more. What cannot be dropped then is tried again for some 30 ms. Idempotent.
         """
         with self._lock:
             if self._closed:
@@ -73,8 +81,14 @@ class DropBehind:
             for payload in sorted(self._needed, key=lambda payload: (payload.fd, payload.offset)):
                 self._add(payload.fd, payload.offset, payload.offset + payload.nbytes)
             self._needed.clear()
-            self._drop(0)
             self._closed = True
+            self._drop(_LAG)
+            for pause in _PAUSES:
+                if not any(_resident(fd, start, end) for fd, start, end in self._behind):
+                    break
+                time.sleep(pause)
+                self._drop(_LAG)
+            self._behind.clear()
 
     def _add(self, fd: int, start: int, end: int) -> None:
         self._fresh += end - start
@@ -145,3 +159,10 @@ def _advise(fd: int, start: int, end: int) -> None:
     """Drop the pages that lie between ``start`` and ``end``. It is advice: where nobody takes it, nothing is wrong."""
     with contextlib.suppress(OSError):
         os.posix_fadvise(fd, start, end - start, os.POSIX_FADV_DONTNEED)
+
+
+def _resident(fd: int, start: int, end: int) -> int:
+    """Bytes between ``start`` and ``end`` that are in memory; 0 where nobody can say."""
+    with contextlib.suppress(OSError):
+        return resident_bytes(fd, start, end - start)
+    return 0

@@ -109,10 +109,10 @@ def push_all(
     """Connect to several servers and push a model, or a part of it, to each, all at once.
 
     ``targets`` are endpoints (``"host:port"``), which get all of it, or a `Target` each, which says what they get. A
-    tensor that several of them want is hashed once, in one pass. ``threads`` and ``in_flight`` (bytes) are
-    for all of them together. ``progress(name, done, total)`` counts the bytes of all, twice with ``verify``, and is
-    never called by two threads at once; if it raises, everything ends and that is raised. The other arguments are
-    those of `Connection.push` and `connect`.
+    tensor that several of them want is hashed once; each reads it, from the page cache. ``threads`` and ``in_flight``
+    (bytes) are for all of them together. ``progress(name, done, total)`` counts the bytes of all, twice with
+    ``verify``, and is never called by two threads at once; if it raises, everything ends and that is raised. The
+    other arguments are those of `Connection.push` and `connect`.
 
     One that fails does not stop the others: its error is in the result, whose connections are open until `PushedAll`
     is closed. Raised are only ConfigError for an argument, ModelError for a model that cannot be opened, and whatever

@@ -51,7 +51,9 @@ class PushOptions:
         if self.probe is not None and not isinstance(self.probe, bool):
             raise ConfigError(f"probe: {self.probe!r} is none of True, False and None")
         check_index(self.index)
-        load = LoadConfig.resolve(threads=self.threads, in_flight=self.in_flight)
+        # Where no cache is asked nothing is hashed ahead, and how does not matter.
+        environ: dict[str, str] | None = {} if self.cache == "never" else None
+        load = LoadConfig.resolve(threads=self.threads, in_flight=self.in_flight, environ=environ)
         object.__setattr__(self, "load", load if self.optimized else replace(load, threads=0))
 
     def uses_cache(self, server_has_cache: bool) -> bool:

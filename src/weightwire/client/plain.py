@@ -36,8 +36,11 @@ class PlainSender(Sender):
         asked = self._questions is not None and index in self._questions
         if not asked and tensor.nbytes > CACHE_THRESHOLD:
             self._hash(index, tensor)
-        with self._recorder.during(Stage.STAGING):
+        previous = self._recorder.switch(Stage.STAGING)
+        try:
             message = self._message(index, tensor, head)
+        finally:
+            self._recorder.switch(previous)
         self._recorder.copies += 1
         self._recorder.copied_bytes += tensor.nbytes
 
@@ -53,8 +56,11 @@ class PlainSender(Sender):
         message[: len(head)] = head
         payload = self._payloads[index]
         if isinstance(payload, FileRange):
-            with self._recorder.during(Stage.READ):
+            previous = self._recorder.switch(Stage.READ)
+            try:
                 read_range(payload, 0, message[len(head) :])
+            finally:
+                self._recorder.switch(previous)
         else:
             message[len(head) :] = payload.cast("B")
         return message
@@ -65,5 +71,8 @@ class PlainSender(Sender):
         def watch() -> None:
             self._channel.check_peer("hashing", tensor=tensor.name)
 
-        with self._recorder.during(Stage.HASH):
+        previous = self._recorder.switch(Stage.HASH)
+        try:
             hash_payloads([self._payloads[index]], check=watch, plain=True)
+        finally:
+            self._recorder.switch(previous)

@@ -222,8 +222,11 @@ class Filler:
         fd, located = question.fd, question.located
         hashed = cache.verify == "content"
         if hashed:
-            with self._recorder.during(Stage.HASH):
+            previous = self._recorder.switch(Stage.HASH)
+            try:
                 proved = cache.proved(question.content_hash, fd, question.nbytes, self._check)
+            finally:
+                self._recorder.switch(previous)
             if not proved:
                 self._recorder.corrupt_hits += proved is False  # one that cannot be read is none
                 return False

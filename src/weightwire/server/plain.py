@@ -96,9 +96,12 @@ class PlainSaver(Saver):
     def keep(self, save: PlainSave, window: memoryview) -> None:
         """Make an entry of a tensor in memory, unless there is one. ReadingStopped if the server ends meanwhile."""
         with self._counted(save):
-            hashing = contextlib.nullcontext() if save.recorder is None else save.recorder.during(Stage.HASH)
-            with hashing:
+            previous = 0 if save.recorder is None else save.recorder.switch(Stage.HASH)
+            try:
                 content_hash = hash_payloads([window], check=self.check, plain=True)[0]
+            finally:
+                if save.recorder is not None:
+                    save.recorder.switch(previous)
             if self._cache.holds(content_hash, window):
                 save.lost = False
                 return
@@ -155,8 +158,11 @@ class PlainReceiver(Receiver):
             return FNV_OFFSET
         check = self._saver.check if isinstance(self._saver, PlainSaver) else None
         writer.write(payload)
-        with self._recorder.during(Stage.HASH):
+        previous = self._recorder.switch(Stage.HASH)
+        try:
             return hash_payloads([payload], check=check, plain=True)[0]
+        finally:
+            self._recorder.switch(previous)
 
     def _rows(self, block: Block, start: int, row: int, rows: int, stride: int) -> None:
         packed = self._whole(row * rows)
@@ -195,8 +201,11 @@ class PlainFiller(Filler):
                 self._recorder.corrupt_hits += 1
                 cache.quarantine(content_hash, NOT_ITS_NAME, fd)
                 return False
-            with self._recorder.during(Stage.STAGING):
+            previous = self._recorder.switch(Stage.STAGING)
+            try:
                 self._fill(question, content)
+            finally:
+                self._recorder.switch(previous)
             cache.used(fd)
             return True
         finally:
@@ -205,20 +214,29 @@ class PlainFiller(Filler):
     def _read(self, fd: int, nbytes: int) -> memoryview:
         """The whole entry. EntryChanged if it is written to meanwhile, OSError if it cannot be read."""
         before = os.fstat(fd)
-        with self._recorder.during(Stage.STAGING):
+        previous = self._recorder.switch(Stage.STAGING)
+        try:
             content = cleared_memory(nbytes, "an entry of the cache")
-        with self._recorder.during(Stage.READ):
+        finally:
+            self._recorder.switch(previous)
+        previous = self._recorder.switch(Stage.READ)
+        try:
             for start in range(0, nbytes, _PIECE):
                 self._check()
                 read_exactly(fd, content[start : start + _PIECE], start)
+        finally:
+            self._recorder.switch(previous)
         after = os.fstat(fd)
         if (after.st_size, after.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
             raise EntryChanged("it was written to while it was read")
         return content
 
     def _hash(self, content: memoryview) -> int:
-        with self._recorder.during(Stage.HASH):
+        previous = self._recorder.switch(Stage.HASH)
+        try:
             return hash_payloads([content], check=self._check, plain=True)[0]
+        finally:
+            self._recorder.switch(previous)
 
     def _fill(self, question: Question, content: memoryview) -> None:
         """Copy an entry that has been checked to the tensor's place."""

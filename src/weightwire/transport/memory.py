@@ -1,4 +1,4 @@
-"""Host memory for tensors, and how much of it there is."""
+"""Host memory for tensors, how much of it there is, and what of a file is in memory."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Final
 from weightwire._native import _memory
 from weightwire.errors import AllocationError
 
-__all__ = ["HostRegion", "available_memory", "cleared_memory", "first_difference"]
+__all__ = ["HostRegion", "available_memory", "cleared_memory", "first_difference", "resident_bytes"]
 
 HostRegion = _memory.HostRegion
 first_difference = _memory.first_difference
+resident_bytes = _memory.resident_bytes
 
 
 def available_memory() -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
 from weightwire._native import _profile
@@ -31,7 +30,8 @@ _NO_COUNTS: Final = {
 
 
 class LoadRecorder(_profile.Profile):
-    """Counts what happens on one connection. ``switch`` and the other methods of the clock are the core's.
+    """Counts what happens on one connection. ``switch`` and the other methods of the clock are the core's: a stage is
+    entered and left by a pair of calls and not a ``with`` block, which would allocate even where the clock is off.
 
     The attributes are plain sums that whoever sees something adds to; they count whether the clock is on or not.
     """
@@ -49,15 +49,6 @@ class LoadRecorder(_profile.Profile):
         self.hash_thread_ns = 0
         self._limits = (0, 0, 0)
         self._stream: ByteStream | None = None
-
-    @contextlib.contextmanager
-    def during(self, stage: Stage) -> Iterator[None]:
-        """Inside: ``stage``; afterwards, and if it fails, what was before. For what takes longer than entering it."""
-        previous = self.switch(stage)
-        try:
-            yield
-        finally:
-            self.switch(previous)
 
     def watch(self, stream: ByteStream) -> None:
         """``stream`` is what carries the connection from here on; it tells the clock when it waits."""

@@ -164,6 +164,48 @@ def test_nothing_stays_allocated(on: bool) -> None:
     assert abs(int(done.stdout)) < 10, "over 10000 rounds"
 
 
+OFF = """
+import gc, tracemalloc
+from weightwire.profile import Stage
+from weightwire.transport.profiling import LoadRecorder
+OFTEN = {"switch", "begin", "begin_once", "mark", "now", "command"}
+ONCE = {"spent", "commands", "watch", "sample", "profile"}
+methods = {name for name in dir(LoadRecorder) if not name.startswith("_") and callable(getattr(LoadRecorder, name))}
+assert methods == OFTEN | ONCE, methods
+recorder, hash_, gap = LoadRecorder(on=False), Stage.HASH, Stage.GAP
+rounds = [None] * 100
+def work(one):
+    for _ in rounds:
+        one()
+def switch(): recorder.switch(recorder.switch(hash_))
+def begin(): recorder.begin()
+def begin_once(): recorder.begin_once()
+def mark(): recorder.mark()
+def now(): recorder.now()
+def command(): recorder.command(6, recorder.now())
+def mistake(): [None] * 100
+gc.disable()
+tracemalloc.start()
+for one in (mistake, switch, begin, begin_once, mark, now, command):
+    work(one)
+    tracemalloc.reset_peak()
+    before = tracemalloc.get_traced_memory()[0]
+    tracemalloc.reset_peak()
+    work(one)
+    print(one.__name__, tracemalloc.get_traced_memory()[1] - before)
+"""
+
+
+def test_off_no_call_allocates_even_for_a_moment() -> None:
+    """None of what is called for each tensor; the others are called once for a push or a connection."""
+    done = subprocess.run([sys.executable, "-c", OFF], capture_output=True, text=True, timeout=60, check=True)
+    peaks = {name: int(nbytes) for name, nbytes in map(str.split, done.stdout.splitlines())}
+    assert peaks.pop("mistake") >= 800, "what is allocated is seen"
+    # Asking for it makes a tuple and two ints.
+    assert set(peaks) == {"switch", "begin", "begin_once", "mark", "now", "command"}
+    assert all(nbytes <= 120 for nbytes in peaks.values()), peaks
+
+
 def test_threads_lose_and_double_nothing() -> None:
     profile = Profile()
     before = time.monotonic_ns()

@@ -18,7 +18,7 @@ def test_json(invoke: Callable, tmp_path: Path) -> None:
     assert ran.err == ""
     value = ran.json
     assert set(value) == {
-        *("endpoint", "protocol", "transport", "device", "free", "bytes", "rounds", "seconds"),
+        *("endpoint", "protocol", "optimized", "transport", "device", "free", "bytes", "rounds", "seconds"),
         *("latency", "uploads", "download", "cache"),
     }
     assert (value["bytes"], value["rounds"]) == (2 * MIB, 2)
@@ -28,7 +28,9 @@ def test_json(invoke: Callable, tmp_path: Path) -> None:
     large = value["uploads"]["large"]
     assert large["gib_per_s"] == large["bytes"] / large["median_seconds"] / 2**30
     assert len(large["seconds"]) == 2
+    assert all(each["split_seconds"]["span"] > 0 for each in value["uploads"].values())
     assert value["download"]["of"] == "large"
+    assert "split_seconds" not in value["download"], "nobody has measured it"
     assert value["cache"]["per_s"] > 0
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import weightwire
+from weightwire.client.plain import PlainSender
 
 PLAIN = {"GGML_RPC_LOAD_OPT": "0"}
 
@@ -38,8 +39,38 @@ def test_push_and_warm_say_which(
 
 
 def test_a_value_that_cannot_be_meant(invoke, small_gguf: Path) -> None:
-    for verb in (("push", str(small_gguf), "127.0.0.1:1"), ("warm", str(small_gguf), "127.0.0.1:1"), ("serve",)):
+    endpoint = "127.0.0.1:1"
+    for verb in (
+        ("push", str(small_gguf), endpoint),
+        ("warm", str(small_gguf), endpoint),
+        ("bench", endpoint),
+        ("serve",),
+    ):
         invoke(*verb, GGML_RPC_LOAD_OPT="maybe").failed(2, "GGML_RPC_LOAD_OPT", "'maybe' is neither 1 (on) nor 0 (off)")
+
+
+@pytest.mark.parametrize(
+    ("options", "environ", "optimized"),
+    [((), {}, True), (("--no-optimized",), {}, False), ((), PLAIN, False), (("--optimized",), PLAIN, True)],
+)
+def test_bench_sends_so(
+    invoke, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], environ: dict[str, str], optimized: bool
+) -> None:
+    plain: list[str] = []
+    real = PlainSender.run
+
+    def watched(self: PlainSender) -> None:
+        plain.append("run")
+        real(self)
+
+    monkeypatch.setattr(PlainSender, "run", watched)
+    with weightwire.Server(port=0, optimized=True) as server:
+        words = ("bench", server.endpoints[0], "--size", "1MiB", "--rounds", "1", "--tensors", "large", "-q", *options)
+        report = invoke(*words, "--json", **environ).json
+        text = invoke(*words, **environ).out
+    assert report["optimized"] is optimized
+    assert ("the plain way" in text) is not optimized
+    assert bool(plain) is not optimized
 
 
 @pytest.mark.parametrize("by", ["option", "variable"])

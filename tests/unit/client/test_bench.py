@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,17 @@ def test_what_it_measures(no_leaks: LeakCheck, tmp_path: Path) -> None:
     assert values["uploads"]["small"]["tensors_per_s"] == small.tensors / small.median
     assert values["uploads"]["large"]["split_seconds"]["span"] > 0
     assert values["cache"]["questions"] == result.questions.count
+
+
+def test_what_was_not_measured_is_absent() -> None:
+    with weightwire.Server(port=0) as server, weightwire.connect(server.endpoints[0], profile=False) as connection:
+        result = bench(connection, nbytes=MIB, rounds=2, tensors=["large"])
+    large = result.uploads["large"]
+    assert "split_seconds" not in large.as_dict()
+    measured = dataclasses.replace(large.profiles[0], measured=True)
+    assert "split_seconds" in dataclasses.replace(large, profiles=(measured,)).as_dict()
+    assert "split_seconds" not in dataclasses.replace(large, profiles=(measured, large.profiles[1])).as_dict()
+    assert result.as_dict()["uploads"]["large"]["median_seconds"] > 0
 
 
 @pytest.mark.parametrize("protocol", ["1.0.0", "5.0.0", "6.0.0", "7.0.0", "8.0.0"])

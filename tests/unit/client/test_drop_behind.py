@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from support.pagecache import cache, need_droppable, share
+from support.pagecache import cache, need_droppable, one_processor, share
 
 import weightwire
 from weightwire.client import push as pipeline
@@ -17,6 +17,12 @@ from weightwire.client.dropping import Claim
 pytestmark = pytest.mark.timeout(120)
 
 MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def packets_are_free_once_received() -> Iterator[None]:
+    with one_processor():
+        yield
 
 
 @pytest.fixture
@@ -57,7 +63,7 @@ def test_a_push_leaves_nothing(server, model: Path, tmp_path: Path, index: str, 
 def test_by_default_all_of_it_stays(server, model: Path) -> None:
     with weightwire.connect(server.endpoints[0]) as connection:
         connection.push(model, index=False)
-    assert share(model) == 1
+    assert share(model) > 0.9  # the kernel may want a page for something else
 
 
 def test_a_plain_read_is_dropped_as_well(server, model: Path) -> None:
@@ -97,7 +103,8 @@ def test_a_push_that_fails_lets_go(model: Path) -> None:
         pytest.raises(RuntimeError, match="enough"),
     ):
         connection.push(model, drop_behind=True, progress=stop)
-    assert share(model) < 0.05
+    assert share(model, 28 * MIB, 44 * MIB) == 0, "what was not sent"
+    assert share(model) < 0.25, "nothing is left but what the sockets held at that moment"
 
 
 def test_a_claim_can_be_cut_down(model: Path) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import mmap
 import os
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.pagecache import cache, need_droppable, share
+from support.pagecache import cache, need_droppable, one_processor, share
 
+from weightwire.client import dropping
 from weightwire.client.dropping import DropBehind
 from weightwire.ranges import FileRange
 
@@ -101,6 +104,54 @@ def test_memory_and_nothing_are_let_be(fd: int) -> None:
     for part in odd:
         drop.done(part)
     drop.close()
+
+
+def test_what_a_socket_lets_go_of_late_is_dropped_at_the_end(
+    path: Path, fd: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages that are still in a packet when everything has been dropped for the first time."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        near = socket.create_connection(listener.getsockname())
+        far, _ = listener.accept()
+    held: list[float] = []
+    real = dropping._advise
+
+    def advise(*arguments: int) -> None:
+        real(*arguments)
+        if arguments[2] > SIZE:
+            held.append(share(path, 32 * MIB, MIB))
+            if len(held) == 2:  # the last batch, and the first try of the end
+                far.recv(sent, socket.MSG_WAITALL)
+
+    monkeypatch.setattr(dropping, "_advise", advise)
+    with near, far, one_processor():
+        near.setblocking(False)
+        sent = os.sendfile(near.fileno(), fd, 32 * MIB, MIB)
+        drop = DropBehind()
+        parts = [*ranges(fd, 20 * MIB, SIZE), FileRange(fd, SIZE, len(b"the end"))]
+        drop.want(parts)
+        drop.done(parts[0])
+        drop.done(FileRange(fd, 20 * MIB, 20 * MIB))
+        drop.done(parts[2])
+        drop.close()
+    assert min(held[:2]) > 0, "it could not be dropped"
+    assert share(path) == 0
+
+
+def test_it_does_not_try_for_ever(path: Path, fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What somebody has mapped and touched stays."""
+    advised: list[int] = []
+    real = dropping._advise
+    monkeypatch.setattr(dropping, "_advise", lambda *arguments: (advised.append(1), real(*arguments)))
+    with mmap.mmap(fd, MIB, prot=mmap.PROT_READ) as mapped:
+        assert mapped[0] == path.read_bytes()[0]
+        drop = DropBehind()
+        (part,) = [FileRange(fd, 0, SIZE)]
+        drop.want([part])
+        drop.done(part)
+        drop.close()
+        assert share(path) > 0
+    assert 1 < len(advised) <= 5
 
 
 def test_advice_that_cannot_be_taken_is_no_failure() -> None:

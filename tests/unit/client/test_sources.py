@@ -31,7 +31,7 @@ READER = """
 import os, sys
 import weightwire
 from weightwire.model.mounts import is_remote
-model, read = sys.argv[1:]
+model, read = sys.argv[1:3]
 with open(model, "rb") as file:
     assert is_remote(file.fileno()), "the kernel says where the file is"
 for cache in ("never", "always"):
@@ -40,6 +40,28 @@ for cache in ("never", "always"):
     os.close(fd)
     with weightwire.Server(port=0) as server, weightwire.connect(server.endpoints[0]) as connection:
         connection.push(model, read=read, cache=cache, index=False, threads=2, verify=True)
+"""
+
+
+TO_SEVERAL = """
+import contextlib, os, sys, tempfile
+import weightwire
+model, read = sys.argv[1:3]
+fd = os.open(model, os.O_RDONLY)
+os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+os.close(fd)
+with contextlib.ExitStack() as stack:
+    folders = [stack.enter_context(tempfile.TemporaryDirectory()) for _ in range(3)]
+    servers = [stack.enter_context(weightwire.Server(port=0, cache=folder)) for folder in folders]
+    pushed = weightwire.push_all(
+        model, [server.endpoints[0] for server in servers], read=read, index=False, drop_behind="drop" in sys.argv
+    )
+    with pushed:
+        assert [each.result.summary.misses for each in pushed.check()] == [4, 4, 4]
+        with weightwire.open_model(sys.argv[3]) as source:
+            for server in servers:
+                assert len(server.tensors) == len(source.tensors) == 36
+                assert all(server.tensors[name].view() == each.view() for name, each in source.tensors.items())
 """
 
 
@@ -137,12 +159,13 @@ def test_what_is_near_is_left_to_the_kernel(model: Path) -> None:
 def reads_over(model: Path, tmp_path: Path):
     """Push the model from a file system that takes 5 ms for each read, and return what it was asked for."""
 
-    def run(read: str) -> list[tuple[int, int, int]]:
+    def run(read: str, script: str = READER, *words: str) -> list[tuple[int, int, int]]:
         folder, log = tmp_path / read, tmp_path / f"{read}.json"
         folder.mkdir()
         command = [
             *("unshare", "--user", "--map-root-user", "--mount", sys.executable, SUPPORT / "fuse_mount.py"),
-            *(model, folder, log, "0.005", "--", sys.executable, "-P", "-c", READER, folder / model.name, read),
+            *(model, folder, log, "0.005", "--", sys.executable, "-P", "-c", script, folder / model.name, read, model),
+            *words,
         ]
         try:
             done = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=100)
@@ -172,3 +195,12 @@ def test_left_to_the_kernel_there_is_one_request_or_two(reads_over) -> None:
     reads = reads_over("mmap")
     crowded = sum(nbytes for _, nbytes, at_once in reads if at_once >= 8)
     assert crowded < 0.3 * sum(nbytes for _, nbytes, _ in reads), "or the test above shows nothing"
+
+
+@pytest.mark.parametrize("words", [(), ("drop",)], ids=["kept", "dropped behind"])
+@pytest.mark.parametrize("read", ["auto", "read"])
+def test_for_several_servers_the_file_is_asked_for_once(reads_over, model: Path, read: str, words: tuple[str]) -> None:
+    """By the one who is first; the others find what they hash and send in the page cache, wherever they are."""
+    reads = reads_over(read, TO_SEVERAL, *words)
+    nbytes = sum(nbytes for _, nbytes, _ in reads)
+    assert model.stat().st_size <= nbytes <= 1.05 * model.stat().st_size

@@ -164,6 +164,21 @@ def test_an_entry_that_cannot_be_read_is_missed_and_not_wrong(
     assert_adds_up(profile)
 
 
+def test_a_stage_that_fails_is_left(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is done about an entry that cannot be read is no reading."""
+    server, found = start(cache=tmp_path / "cache", optimized=False)
+    load(server, found)
+
+    def fail(*_: Any) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(plain, "read_exactly", fail)
+    monkeypatch.setattr(store.TensorCache, "failed", lambda *_: time.sleep(0.3))
+    profile = load(server, found)
+    assert profile.misses == 1
+    assert profile.ask_ns >= int(0.3e9)
+
+
 def test_each_client_starts_empty_and_without_the_time_between(start: Start) -> None:
     server, found = start()
     first = load(server, found)

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import random
 import struct
+import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from support.fakeverbs import RETRY_EXC_ERR, FakeVerbs
 from support.leaks import LeakCheck, eventually
 from support.rdma import pair_number, request
 
-from weightwire import Server, connect
+from weightwire import Server, connect, fnv1a64
+from weightwire.client.remote import RemoteTensor
 from weightwire.errors import ConfigError, PeerClosed, RdmaUnavailable, TransportError, VersionError
 from weightwire.server import listener
+from weightwire.server.filling import MAX_QUESTIONS, Filler
 from weightwire.transport.rdma import REQUESTS, RING_BYTES, RdmaOffer, RdmaStream, offer_rdma
 from weightwire.transport.tcp import TcpStream, connect_tcp
 from weightwire.wire import Command, dialect_for
@@ -493,3 +498,49 @@ def test_a_client_that_cannot_be_served_over_rdma_takes_no_place(
 def test_required_in_a_version_that_has_none(protocol: str) -> None:
     with pytest.raises(ConfigError, match="has no RDMA"):
         Server(protocol=protocol, transport="rdma")
+
+
+@pytest.mark.parametrize("state", ["cold", "warm"])
+def test_a_row_of_questions_is_taken_together(
+    state: str, fake: FakeVerbs, no_leaks: LeakCheck, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As over TCP: those that have come behind the one at hand are worked on beside it. They are as many as the window
+    takes while nobody reads them.
+    """
+    contents = [random.Random(number).randbytes(50_000) for number in range(4)]
+    if state == "warm":
+        for content in contents:
+            (tmp_path / f"{fnv1a64(content):016x}").write_bytes(content)
+    all_sent = threading.Event()
+    beside: list[int] = []
+    ask, answer = Filler.ask, Filler.answer
+
+    def ask_late(self: Filler, body: bytes) -> None:
+        assert all_sent.wait(60)
+        ask(self, body)
+
+    def answer_and_count(self: Filler) -> bool:
+        beside.append(MAX_QUESTIONS - self.room)
+        return answer(self)
+
+    monkeypatch.setattr(Filler, "ask", ask_late)
+    monkeypatch.setattr(Filler, "answer", answer_and_count)
+    answers: list[bytes] = []
+    with Server(port=0, cache=tmp_path) as server, connect(server.endpoints[0], transport="rdma") as connection:
+        buffer = connection.allocate(len(contents) * 65_536)
+        tensors = [
+            RemoteTensor(f"t{number}", None, (len(content),), len(content), buffer, number * 65_536)
+            for number, content in enumerate(contents)
+        ]
+        channel = connection._channel
+        with channel.exclusive("questions"):
+            for tensor, content in zip(tensors, contents, strict=True):
+                question = channel.dialect.encode_set_tensor_hash(tensor.wire(), 0, fnv1a64(content))
+                channel.post(Command.SET_TENSOR_HASH, question, then=answers.append)
+            all_sent.set()
+            channel.settle()
+        assert answers == [b"\1" if state == "warm" else b"\0"] * len(contents)
+        if state == "warm":
+            assert [tensor.read().tobytes() for tensor in tensors] == contents
+        assert connection.transport["kind"] == "rdma"
+    assert beside == [4, 3, 2, 1]

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import mmap
 import os
 import resource
 import threading
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.pagecache import cache, need_droppable
 
 from weightwire.errors import AllocationError
 from weightwire.transport import memory
@@ -246,3 +248,30 @@ def test_control_groups_of_the_first_version(tmp_path: Path) -> None:
 
 def test_no_control_groups(tmp_path: Path) -> None:
     assert memory._cgroup_room(tmp_path / "none", tmp_path) == []
+
+
+def test_what_of_a_file_is_in_memory(tmp_path: Path) -> None:
+    need_droppable(tmp_path)
+    page, count = mmap.PAGESIZE, 5000  # more than are looked at in one call
+    path = tmp_path / "file"
+    path.write_bytes(bytes(page * count))
+    cache(path)
+    with path.open("rb") as file:
+        assert memory.resident_bytes(file.fileno(), 0, page * count) == page * count
+        assert memory.resident_bytes(file.fileno(), 1, 3 * page - 2) == page, "whole pages only"
+        assert memory.resident_bytes(file.fileno(), 1, page) == memory.resident_bytes(file.fileno(), 0, 0) == 0
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        assert memory.resident_bytes(file.fileno(), 0, page * count) == 0
+        assert memory.resident_bytes(file.fileno(), page * count, 1 << 30) == 0, "nothing is behind its end"
+
+
+def test_what_has_no_pages() -> None:
+    reader, writer = os.pipe()
+    try:
+        with pytest.raises(OSError, match="mmap"):
+            memory.resident_bytes(reader, 0, 1 << 20)
+        with pytest.raises(ValueError, match="no file"):
+            memory.resident_bytes(reader, 1 << 63, 1 << 63)
+    finally:
+        os.close(reader)
+        os.close(writer)
