@@ -7,21 +7,20 @@ import logging
 import random
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from support.fakeverbs import RETRY_EXC_ERR, FakeVerbs
 from support.leaks import LeakCheck, eventually
-from support.rdma import pair_number, request
+from support.rdma import Offering, pair_number, request
 
 from weightwire import Server, connect, fnv1a64
 from weightwire.client.remote import RemoteTensor
-from weightwire.errors import ConfigError, PeerClosed, RdmaUnavailable, TransportError, VersionError
+from weightwire.errors import PeerClosed, TransportError
 from weightwire.server import listener
 from weightwire.server.filling import MAX_QUESTIONS, Filler
-from weightwire.transport.rdma import REQUESTS, RING_BYTES, RdmaOffer, RdmaStream, offer_rdma
-from weightwire.transport.tcp import TcpStream, connect_tcp
+from weightwire.transport.rdma import RING_BYTES, RdmaStream
 from weightwire.wire import Command, dialect_for
 from weightwire.wire.caps import RdmaCaps
 from weightwire.wire.hello import NO_CAPS
@@ -32,25 +31,6 @@ ANSWER = struct.pack("<QQ", 8, (1 << 64) - 1)
 APPLE = struct.pack("<IHH16s", 0x1234, 9, 0, bytes(range(16)))
 
 
-class Client:
-    """Past HELLO, with a queue pair that has been offered; ``theirs`` is what the server answered."""
-
-    def __init__(self, server: Server, caps: bytes | None = None) -> None:
-        self.tcp: TcpStream = connect_tcp(server.endpoints[0], 20.0)
-        self.offer: RdmaOffer = offer_rdma(self.tcp, {})
-        self.tcp.send(request(Command.HELLO, self.offer.caps if caps is None else caps))
-        answer = self.tcp.recv(36)
-        assert answer[:12] == struct.pack("<QBBBB", 28, 7, 0, 0, 0)
-        self.theirs = answer[12:]
-
-    def rise(self) -> RdmaStream:
-        return self.offer.activate(self.tcp, self.theirs, REQUESTS)
-
-    def close(self) -> None:
-        self.offer.close()
-        self.tcp.close()
-
-
 @pytest.fixture
 def server(fake: FakeVerbs, no_leaks: LeakCheck) -> Iterator[Server]:
     with Server(port=0, memory=1 << 20) as running:
@@ -58,13 +38,13 @@ def server(fake: FakeVerbs, no_leaks: LeakCheck) -> Iterator[Server]:
 
 
 @pytest.fixture
-def client(server: Server) -> Iterator[Client]:
-    made = Client(server)
+def client(server: Server) -> Iterator[Offering]:
+    made = Offering(server)
     yield made
     made.close()
 
 
-def test_both_activate(client: Client) -> None:
+def test_both_activate(client: Offering) -> None:
     assert RdmaCaps.decode(client.theirs) is not None
     stream = client.rise()
     for _ in range(3):
@@ -73,7 +53,7 @@ def test_both_activate(client: Client) -> None:
     assert stream.counts["receives"] == 6, "size and payload are two SENDs"
 
 
-def test_a_client_that_goes_on_over_tcp(client: Client, fake: FakeVerbs, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_client_that_goes_on_over_tcp(client: Offering, fake: FakeVerbs, caplog: pytest.LogCaptureFixture) -> None:
     """As a stock one does whose own side failed to activate: it never says so."""
     assert any(client.theirs)
     for _ in range(3):
@@ -83,7 +63,7 @@ def test_a_client_that_goes_on_over_tcp(client: Client, fake: FakeVerbs, caplog:
     assert fake.get("qps") == 1, "the server's is given back"
 
 
-def test_it_may_take_its_time(client: Client) -> None:
+def test_it_may_take_its_time(client: Offering) -> None:
     """Half a request is enough to know."""
     client.tcp.send(MAX_SIZE[:1])
     client.tcp.send(MAX_SIZE[1:5])
@@ -91,7 +71,7 @@ def test_it_may_take_its_time(client: Client) -> None:
     assert client.tcp.recv(16) == ANSWER
 
 
-def test_once_over_rdma_nothing_is_read_from_tcp(client: Client) -> None:
+def test_once_over_rdma_nothing_is_read_from_tcp(client: Offering) -> None:
     stream = client.rise()
     stream.send(MAX_SIZE)
     assert stream.recv(16) == ANSWER
@@ -103,7 +83,7 @@ def test_once_over_rdma_nothing_is_read_from_tcp(client: Client) -> None:
 
 def test_a_client_that_says_nothing(fake: FakeVerbs, no_leaks: LeakCheck, caplog: pytest.LogCaptureFixture) -> None:
     with Server(port=0, stall_timeout=0.2) as server:
-        client = Client(server)
+        client = Offering(server)
         assert client.tcp.recv_or_eof(1) is None
         client.close()
     assert "the client agreed on RDMA, and sent nothing for" in caplog.text
@@ -111,7 +91,7 @@ def test_a_client_that_says_nothing(fake: FakeVerbs, no_leaks: LeakCheck, caplog
 
 def test_patience_is_only_short_before_the_first_request(fake: FakeVerbs, no_leaks: LeakCheck) -> None:
     with Server(port=0, stall_timeout=0.2) as server:
-        client = Client(server)
+        client = Offering(server)
         stream = client.rise()
         stream.send(MAX_SIZE)
         assert stream.recv(16) == ANSWER
@@ -123,7 +103,7 @@ def test_patience_is_only_short_before_the_first_request(fake: FakeVerbs, no_lea
 
 
 @pytest.mark.parametrize("active", [False, True])
-def test_a_client_that_leaves(client: Client, server: Server, fake: FakeVerbs, active: bool) -> None:
+def test_a_client_that_leaves(client: Offering, server: Server, fake: FakeVerbs, active: bool) -> None:
     if active:
         client.rise().send(MAX_SIZE)
     client.close()
@@ -136,7 +116,7 @@ def test_a_client_that_leaves(client: Client, server: Server, fake: FakeVerbs, a
 
 
 @pytest.mark.parametrize(("sent", "heard"), [(b"", 0), (MAX_SIZE[:1], 1), (request(99, b""), 1)])
-def test_whom_it_has_heard_counts_as_a_connection(client: Client, server: Server, sent: bytes, heard: int) -> None:
+def test_whom_it_has_heard_counts_as_a_connection(client: Offering, server: Server, sent: bytes, heard: int) -> None:
     """Even if nothing came of it, but not one that only agreed on RDMA."""
     stream = client.rise()
     assert eventually(lambda: server.stats().connections_open == 1)
@@ -151,7 +131,7 @@ def test_whom_it_has_heard_counts_as_a_connection(client: Client, server: Server
 
 def test_the_server_closes_before_the_first_request(fake: FakeVerbs, no_leaks: LeakCheck) -> None:
     with Server(port=0) as server:
-        client = Client(server)
+        client = Offering(server)
     assert client.tcp.recv_or_eof(1) is None
     client.close()
 
@@ -159,7 +139,7 @@ def test_the_server_closes_before_the_first_request(fake: FakeVerbs, no_leaks: L
 @pytest.mark.parametrize("part", [1, 5, 9])
 def test_the_server_closes_inside_a_request(fake: FakeVerbs, no_leaks: LeakCheck, part: int) -> None:
     with Server(port=0) as server:
-        client = Client(server)
+        client = Offering(server)
         stream = client.rise()
         stream.send(MAX_SIZE[:part])
     with pytest.raises(PeerClosed):
@@ -167,7 +147,7 @@ def test_the_server_closes_inside_a_request(fake: FakeVerbs, no_leaks: LeakCheck
     stream.close()
 
 
-def test_what_cannot_be_served(client: Client, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_cannot_be_served(client: Offering, caplog: pytest.LogCaptureFixture) -> None:
     stream = client.rise()
     stream.send(request(99, b""))
     with pytest.raises(PeerClosed):
@@ -176,7 +156,7 @@ def test_what_cannot_be_served(client: Client, caplog: pytest.LogCaptureFixture)
 
 
 def test_a_queue_pair_that_breaks(
-    client: Client, server: Server, fake: FakeVerbs, caplog: pytest.LogCaptureFixture
+    client: Offering, server: Server, fake: FakeVerbs, caplog: pytest.LogCaptureFixture
 ) -> None:
     stream = client.rise()
     stream.send(MAX_SIZE)
@@ -204,7 +184,7 @@ def test_what_is_no_offer(
     server: Server, fake: FakeVerbs, caplog: pytest.LogCaptureFixture, caps: bytes, reason: str
 ) -> None:
     with caplog.at_level(logging.INFO, "weightwire"):
-        client = Client(server, caps)
+        client = Offering(server, caps)
         client.offer.close()
         assert client.theirs == NO_CAPS
         assert fake.handles() == {}
@@ -216,138 +196,9 @@ def test_what_is_no_offer(
 
 def test_a_server_that_was_told_to_stay(fake: FakeVerbs, no_leaks: LeakCheck) -> None:
     with Server(port=0, transport="tcp") as server:
-        client = Client(server)
+        client = Offering(server)
         assert client.theirs == NO_CAPS
         client.close()
-
-
-# RDMA and nothing else.
-
-
-def test_required_of_the_client(
-    fake: FakeVerbs, no_leaks: LeakCheck, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with Server(port=0, transport="rdma") as server:
-        with connect(server.endpoints[0]) as connection:
-            assert connection.transport["kind"] == "rdma"
-        with pytest.raises(VersionError, match=r"requires RDMA, which was not offered \(TCP was asked for\)"):
-            connect(server.endpoints[0], transport="tcp")
-        with pytest.raises(VersionError, match=r"not offered \(protocol 3\.6 has no RDMA\)"):
-            connect(server.endpoints[0], protocol="3.6")
-        monkeypatch.setenv("GGML_RPC_NO_RDMA", "1")
-        with pytest.raises(VersionError, match=r"not offered \(GGML_RPC_NO_RDMA is set\)"):
-            connect(server.endpoints[0])
-    lines = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert len(lines) == 3, "one for each"
-    for line in lines:
-        assert "HELLO: RDMA is required here: the client does not offer RDMA; connection closed" in line
-
-
-def test_a_client_of_an_old_protocol_is_told_of_as_ever(
-    fake: FakeVerbs, no_leaks: LeakCheck, caplog: pytest.LogCaptureFixture
-) -> None:
-    with Server(port=0, transport="rdma") as server, connect_tcp(server.endpoints[0], 20.0) as tcp:
-        tcp.send(request(Command.HELLO, b""))
-        assert tcp.recv_or_eof(1) is None
-    assert "0 bytes declared, and protocol 7.0 has 24" in caplog.text
-
-
-def test_required_and_it_goes_on_over_tcp(
-    fake: FakeVerbs, no_leaks: LeakCheck, caplog: pytest.LogCaptureFixture
-) -> None:
-    with Server(port=0, transport="rdma") as server:
-        client = Client(server)
-        client.tcp.send(MAX_SIZE)
-        with pytest.raises(PeerClosed):
-            client.tcp.recv(16)
-        client.close()
-    assert "RDMA is required here: the peer announced RDMA and goes on over TCP" in caplog.text
-
-
-def without_devices(fake: FakeVerbs, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake.set("devices", 0)
-
-
-def with_its_port_down(fake: FakeVerbs, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake.set("port_state", 1)
-
-
-def without_memory(fake: FakeVerbs, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake.set("budget", 64 << 10)
-
-
-def without_addresses(fake: FakeVerbs, monkeypatch: pytest.MonkeyPatch) -> None:
-    for index in (1, 2, 4):
-        fake.gid(index, None)
-
-
-def switched_off(fake: FakeVerbs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GGML_RPC_NO_RDMA", "1")
-
-
-def with_another_device_named(fake: FakeVerbs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GGML_RDMA_DEV", "mlx5_0")
-
-
-def with_a_gid_named_that_is_empty(fake: FakeVerbs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GGML_RDMA_GID", "9")
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "::", "localhost"])
-@pytest.mark.parametrize(
-    ("arrange", "reason"),
-    [
-        (without_devices, "this machine has no RDMA device"),
-        (with_its_port_down, "port 1 of fake0 is down"),
-        (without_memory, "no rings fit"),
-        (without_addresses, "no GID of fake0 is the local address"),
-        (switched_off, "GGML_RPC_NO_RDMA is set"),
-        (with_another_device_named, "no RDMA device 'mlx5_0'"),
-        (with_a_gid_named_that_is_empty, "no device has GID 9"),
-    ],
-)
-def test_required_where_nobody_could_be_served(
-    fake: FakeVerbs,
-    no_leaks: LeakCheck,
-    monkeypatch: pytest.MonkeyPatch,
-    host: str,
-    arrange: Callable[[FakeVerbs, pytest.MonkeyPatch], None],
-    reason: str,
-) -> None:
-    arrange(fake, monkeypatch)
-    with pytest.raises(RdmaUnavailable, match="RDMA is required, and no client could be served") as caught:
-        Server(host, 0, transport="rdma").start()
-    assert reason in caught.value.reason
-    assert caught.value.hint
-    assert fake.handles() == {}
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "::"])
-def test_required_where_somebody_can(fake: FakeVerbs, no_leaks: LeakCheck, host: str) -> None:
-    with Server(host, 0, transport="rdma") as server, connect(f"127.0.0.1:{server.port}") as connection:
-        assert connection.transport["kind"] == "rdma"
-
-
-def test_one_address_with_a_device_is_enough(fake: FakeVerbs, no_leaks: LeakCheck) -> None:
-    for index in (1, 2):
-        fake.gid(index, None)
-    with Server("::", 0, transport="rdma") as server:
-        with connect(f"[::1]:{server.port}") as connection:
-            assert connection.transport["gid"] == "::1"
-        with pytest.raises(VersionError, match="requires RDMA"):
-            connect(f"127.0.0.1:{server.port}")
-
-
-@pytest.mark.parametrize("transport", ["auto", "rdma"])
-def test_a_variable_that_cannot_be_used(fake: FakeVerbs, monkeypatch: pytest.MonkeyPatch, transport: str) -> None:
-    monkeypatch.setenv("GGML_RDMA_GID", "abc")
-    with pytest.raises(ConfigError, match="environment variable GGML_RDMA_GID"):
-        Server(port=0, transport=transport).start()
-    with Server(port=0, transport="tcp") as server:
-        with pytest.raises(ConfigError, match="environment variable GGML_RDMA_GID"):
-            connect(server.endpoints[0], transport=transport)
-        with connect(server.endpoints[0], transport="tcp") as connection:
-            connection.barrier()
 
 
 # Inside a request.
@@ -367,7 +218,7 @@ def begin_a_tensor(stream: RdmaStream) -> None:
 
 
 def ended_inside(
-    server: Server, fake: FakeVerbs, client: Client, stream: RdmaStream, caplog: pytest.LogCaptureFixture
+    server: Server, fake: FakeVerbs, client: Offering, stream: RdmaStream, caplog: pytest.LogCaptureFixture
 ) -> str:
     """The one line of a server that has ended this client; nothing is left of it, and later nothing at either end."""
     assert eventually(lambda: server.clients == 0, 60)
@@ -386,7 +237,7 @@ def ended_inside(
 
 
 def test_a_queue_pair_that_breaks_inside_a_tensor(
-    client: Client, server: Server, fake: FakeVerbs, caplog: pytest.LogCaptureFixture
+    client: Offering, server: Server, fake: FakeVerbs, caplog: pytest.LogCaptureFixture
 ) -> None:
     stream = client.rise()
     begin_a_tensor(stream)
@@ -403,7 +254,7 @@ def test_a_client_that_stops_inside_a_tensor(
 ) -> None:
     """As one does that is stopped by a signal: its end of TCP stays open, and no SEND comes any more."""
     with Server(port=0, memory=1 << 20, stall_timeout=1.0) as server:
-        client = Client(server)
+        client = Offering(server)
         stream = client.rise()
         begin_a_tensor(stream)
         assert stream.recv_or_eof(1) is None
@@ -415,7 +266,7 @@ def test_a_client_that_stops_inside_a_tensor(
 
 
 def test_a_queue_pair_that_breaks_between_requests(
-    client: Client, server: Server, fake: FakeVerbs, caplog: pytest.LogCaptureFixture
+    client: Offering, server: Server, fake: FakeVerbs, caplog: pytest.LogCaptureFixture
 ) -> None:
     stream = client.rise()
     stream.send(MAX_SIZE)
@@ -432,7 +283,7 @@ def test_a_queue_pair_that_breaks_between_requests(
 
 
 def test_senseless_sends_between_requests(
-    client: Client, server: Server, fake: FakeVerbs, caplog: pytest.LogCaptureFixture
+    client: Offering, server: Server, fake: FakeVerbs, caplog: pytest.LogCaptureFixture
 ) -> None:
     stream = client.rise()
     stream.send(MAX_SIZE)
@@ -447,7 +298,7 @@ def test_senseless_sends_between_requests(
 
 
 def test_a_client_that_leaves_is_nothing_to_warn_of(
-    client: Client, server: Server, caplog: pytest.LogCaptureFixture
+    client: Offering, server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
     stream = client.rise()
     stream.send(MAX_SIZE)
@@ -476,7 +327,7 @@ def test_pinned_memory_is_bounded(
         # One that agrees and goes on over TCP gives its place back, too.
         fourth.close()
         assert eventually(lambda: server.clients == 2)
-        late = Client(server)
+        late = Offering(server)
         late.tcp.send(MAX_SIZE)
         assert late.tcp.recv(16) == ANSWER
         stack.enter_context(connect(server.endpoints[0], transport="rdma"))
@@ -488,16 +339,10 @@ def test_a_client_that_cannot_be_served_over_rdma_takes_no_place(
 ) -> None:
     monkeypatch.setattr(listener, "MAX_PINNED", RING_BYTES)
     with Server(port=0) as server:
-        apple = Client(server, APPLE)
+        apple = Offering(server, APPLE)
         with connect(server.endpoints[0], transport="rdma") as connection:
             connection.barrier()
         apple.close()
-
-
-@pytest.mark.parametrize("protocol", ["1.0", "3.6"])
-def test_required_in_a_version_that_has_none(protocol: str) -> None:
-    with pytest.raises(ConfigError, match="has no RDMA"):
-        Server(protocol=protocol, transport="rdma")
 
 
 @pytest.mark.parametrize("state", ["cold", "warm"])
