@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import stat
@@ -79,7 +80,11 @@ def place_of(directory: str | os.PathLike[str] | None) -> Path:
     Raises ConfigError if it is missing or no directory.
     """
     path = default_directory() if directory is None else checked_directory(directory)
-    if not path.is_dir():
+    try:
+        there = path.is_dir()
+    except OSError as error:  # a folder above it that this user may not look into
+        raise _unlisted(path, error) from error
+    if not there:
         what = "is not a directory" if os.path.lexists(path) else "does not exist"
         raise ConfigError(
             f"cache directory {path} {what}",
@@ -88,6 +93,12 @@ def place_of(directory: str | os.PathLike[str] | None) -> Path:
             else "that is where a stock server of this user would have it; name another one (--cache)",
         )
     return path
+
+
+def _unlisted(path: Path, error: OSError) -> CacheError:
+    hint = "ask as the user that the server runs as" if error.errno == errno.EACCES else ""
+    why = error.strerror or str(error)
+    return CacheError(f"cache directory {path} cannot be listed: {why}", path=str(path), errno=error.errno, hint=hint)
 
 
 def entry_kind(mode: int) -> str:
@@ -136,9 +147,7 @@ def list_entries(directory: str | os.PathLike[str] | None = None, *, index: Inde
                 elif each.name != FOLDER:
                     others.append(each.name)
     except OSError as error:
-        raise CacheError(
-            f"cache directory {path} cannot be listed: {error.strerror or error}", path=str(path), errno=error.errno
-        ) from error
+        raise _unlisted(path, error) from error
     entries.sort(key=lambda entry: (entry.last_used_ns, entry.content_hash))
     return Listing(path, entries, dict(sorted(misplaced.items())), dict(sorted(temporary.items())), sorted(others))
 

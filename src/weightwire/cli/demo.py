@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import shutil
 import tempfile
@@ -117,9 +118,7 @@ def _generate(stack: ExitStack, size: int, keep: bool, quiet: bool) -> tuple[str
     """Write the synthetic model to a directory that goes with ``stack``; its path, and the seconds it took."""
     from weightwire.model.synthetic import write_synthetic_gguf
 
-    # It tries out where it can write, and would leave a file behind.
-    with deferred_signals():
-        parent = tempfile.gettempdir()
+    parent = _parent()
     _check_disk(parent, size)
     _check_memory(size)
     folder = _Folder(Path(parent, f"weightwire-demo-{secrets.token_hex(8)}"))
@@ -142,6 +141,22 @@ def _generate(stack: ExitStack, size: int, keep: bool, quiet: bool) -> tuple[str
         ) from error
     folder.stays = keep
     return folder.model, time.monotonic() - started
+
+
+def _parent() -> str:
+    """Where the generated model goes: $TMPDIR, or where the system has temporary files. ConfigError if TMPDIR cannot be
+    used: another disk may not be the one that has room.
+    """
+    if named := os.environ.get("TMPDIR"):
+        if not (os.path.isdir(named) and os.access(named, os.W_OK | os.X_OK)):
+            raise ConfigError(
+                f"environment variable TMPDIR: {named!r} is no directory that can be written",
+                hint="correct or unset TMPDIR; the generated model goes there",
+            )
+        return os.path.abspath(named)
+    # It tries out where it can write, and would leave a file behind.
+    with deferred_signals():
+        return tempfile.gettempdir()
 
 
 def _run(

@@ -10,7 +10,7 @@ import click
 from weightwire.cli.failures import USAGE, Failure, as_usage
 from weightwire.cli.options import check_protocol, help_, json_output, protocol, timeout, transport
 from weightwire.cli.output import human_bytes, line, note, object_, printable
-from weightwire.cli.report import carrier
+from weightwire.cli.report import carrier, version
 from weightwire.config import DEFAULT_PORT, ClientConfig
 from weightwire.errors import ConfigError, ModelError
 
@@ -74,9 +74,13 @@ def _looks_like_path(target: str) -> bool:
 def _model(path: str, as_json: bool) -> None:
     from weightwire.model import open_model
 
-    if not os.path.exists(path):
+    try:
+        os.stat(path)
+    except FileNotFoundError as error:
         missing = ModelError("no such file", path=path, hint="a server is given as HOST:PORT")
-        raise Failure(missing, USAGE)
+        raise Failure(missing, USAGE) from error
+    except (OSError, ValueError):
+        pass  # there, in a way: opening it says what is wrong
     with as_usage():
         opened = open_model(path)
     with opened:
@@ -146,6 +150,7 @@ def _server(endpoint: str, config: ClientConfig, as_json: bool) -> None:
                     "kind": "server",
                     "endpoint": connection.endpoint,
                     "protocol": connection.protocol,
+                    "spoken": connection.dialect.text,
                     "transport": dict(connection.transport),
                     "cache": connection.server_has_cache,
                     "devices": devices,
@@ -153,7 +158,8 @@ def _server(endpoint: str, config: ClientConfig, as_json: bool) -> None:
             )
             return
         line(f"server    {printable(connection.endpoint)}")
-        line(f"protocol  {connection.protocol}, over {printable(carrier(connection))}")
+        protocol = version(connection.protocol, connection.dialect.text).removeprefix("protocol ")
+        line(f"protocol  {protocol}, over {printable(carrier(connection))}")
         line(f"because   {printable(str(connection.transport['reason']))}")
         line(f"cache     {'yes' if connection.server_has_cache else 'none, or a stock server that cannot say'}")
         for entry in devices:

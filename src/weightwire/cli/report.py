@@ -11,7 +11,7 @@ from weightwire.cli.output import gib_per_second, human_bytes, object_, printabl
 if TYPE_CHECKING:
     from weightwire.client import Connection, PushSummary, Warmed, WarmSummary
 
-__all__ = ["carrier", "push_lines", "push_object", "say_all", "warm_lines", "warm_object"]
+__all__ = ["carrier", "push_lines", "push_object", "say_all", "version", "warm_lines", "warm_object"]
 
 
 def push_object(connection: Connection, summary: PushSummary) -> dict[str, Any]:
@@ -22,6 +22,7 @@ def push_object(connection: Connection, summary: PushSummary) -> dict[str, Any]:
     """
     return _object(
         connection,
+        connection.dialect.text,
         connection.transport,
         summary,
         _pushing(summary),
@@ -32,7 +33,8 @@ def push_object(connection: Connection, summary: PushSummary) -> dict[str, Any]:
 
 def push_lines(connection: Connection, summary: PushSummary) -> list[str]:
     """The same for people."""
-    where = f"{connection.endpoint} (protocol {connection.protocol}, {carrier(connection)})"
+    protocol = version(connection.protocol, connection.dialect.text)
+    where = f"{connection.endpoint} ({protocol}, {carrier(connection)})"
     seconds = _pushing(summary)
     lines = [
         f"pushed {summary.tensors} tensors, {human_bytes(summary.bytes)}, to {printable(where)}",
@@ -47,12 +49,15 @@ def push_lines(connection: Connection, summary: PushSummary) -> list[str]:
 
 def warm_object(warmed: Warmed, summary: WarmSummary) -> dict[str, Any]:
     """The object that ``warm --json`` writes. ``gib_per_s`` is the tensors' bytes, sent or there, by the time."""
-    return _object(warmed, warmed.transport or {}, summary, summary.seconds, too_large=list(summary.too_large))
+    return _object(
+        warmed, warmed.spoken, warmed.transport or {}, summary, summary.seconds, too_large=list(summary.too_large)
+    )
 
 
 def warm_lines(warmed: Warmed, summary: WarmSummary) -> list[str]:
     """The same for people."""
-    where = printable(f"{warmed.endpoint} (protocol {warmed.protocol}, {_carrier(warmed.transport or {})})")
+    protocol = version(str(warmed.protocol), str(warmed.spoken))
+    where = printable(f"{warmed.endpoint} ({protocol}, {_carrier(warmed.transport or {})})")
     if not summary.tensors:
         return [f"nothing to warm at {where}: no tensor has more than 10 MiB, and only those are cached"]
     there = summary.tensors - len(summary.too_large)
@@ -96,6 +101,7 @@ def say_all(
 
 def _object(
     server: Connection | Warmed,
+    spoken: str | None,
     transport: Mapping[str, object],
     summary: PushSummary | WarmSummary,
     moving: float,
@@ -105,6 +111,7 @@ def _object(
     return {
         "endpoint": server.endpoint,
         "protocol": server.protocol,
+        "spoken": spoken,
         "transport": dict(transport),
         "optimized": server.optimized,
         "tensors": summary.tensors,
@@ -120,6 +127,12 @@ def _object(
         "gib_per_s": gib_per_second(summary.bytes, moving),
         "profile": summary.profile.as_dict(),
     }
+
+
+def version(announced: str, spoken: str) -> str:
+    """What a server announced, and what was spoken to it instead, if that was another one."""
+    other = spoken.split(".")[0] != announced.split(".")[0]
+    return f"protocol {announced}" + (f", spoken as {spoken}" if other else "")
 
 
 def carrier(connection: Connection) -> str:

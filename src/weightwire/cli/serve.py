@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import reprlib
 import select
 import signal
 import sys
@@ -227,16 +228,17 @@ def _cache_directory(text: str) -> Path:
         directory = Path(text).expanduser()
     except RuntimeError as error:
         raise ConfigError(f"--cache: {text}: {error}", hint="write the path without ~") from error
-    if directory.exists() and not directory.is_dir():
-        raise ConfigError(
-            f"--cache: {directory} is not a directory", hint="name a directory, or a new path to create one"
-        )
     hint = "name a directory that this user may write to"
     try:
+        if directory.exists() and not directory.is_dir():
+            raise ConfigError(
+                f"--cache: {directory} is not a directory", hint="name a directory, or a new path to create one"
+            )
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
+        shown = reprlib.repr(str(directory)) if error.errno == errno.ENAMETOOLONG else str(directory)
         raise Failure(
-            error, ENVIRONMENT, detail=f"--cache: cannot create {directory}: {error.strerror}", hint=hint
+            error, ENVIRONMENT, detail=f"--cache: cannot create {shown}: {error.strerror}", hint=hint
         ) from error
     if not os.access(directory, os.R_OK | os.W_OK | os.X_OK):
         refused = PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(directory))

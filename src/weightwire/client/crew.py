@@ -32,8 +32,8 @@ _TARGET: Final = 'such as Target("192.0.2.7:50052", layers="20-39")'
 @dataclass(frozen=True, slots=True)
 class Target:
     """A server, and what is for it: the tensors that ``include`` (a regular expression) and ``layers`` (``"20-39"``)
-    both choose, all of them where neither is given, for its ``device``. ConfigError for a wrong type; what the texts
-    say is looked at when they are used.
+    both choose, all of them where neither is given, for its ``device``. ConfigError for a wrong type, and for an
+    endpoint that cannot be read; what the other texts say is looked at when they are used.
     """
 
     endpoint: str
@@ -49,6 +49,7 @@ class Target:
                 raise ConfigError(f"target: {name}={reprlib.repr(value)} is not text", hint=_TARGET)
         if not isinstance(self.device, int) or isinstance(self.device, bool):
             raise ConfigError(f"target: device={reprlib.repr(self.device)} is not a whole number", hint=_TARGET)
+        parse_endpoint(self.endpoint)
 
 
 def as_targets(targets: str | Target | Iterable[str | Target]) -> list[Target]:

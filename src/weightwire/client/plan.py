@@ -81,7 +81,9 @@ def place(
                 f"alignment of {alignment} bytes"
             )
     placed = [
-        RemoteTensor(tensor.name, tensor.type_code, tensor.ne, tensor.nbytes, buffers[at.buffer], at.offset)
+        RemoteTensor(
+            tensor.name, tensor.type_code, tensor.ne, tensor.nbytes, buffers[at.buffer], at.offset, tensor.dtype
+        )
         for tensor, at in zip(tensors, layout.places, strict=True)
     ]
     for index in padded:

@@ -121,13 +121,20 @@ class RemoteTensor:
     """A tensor on a server: ``nbytes`` bytes, ``offset`` bytes into ``buffer``.
 
     ``type_code`` is ggml's number (None where ggml has no such type) and ``ne`` the shape in elements, ``ne[0]``
-    varying fastest.
+    varying fastest. ``dtype`` is numpy's string for a type that the pushed model has and ggml has not, if numpy does.
     """
 
-    __slots__ = ("buffer", "name", "nbytes", "ne", "offset", "type_code")
+    __slots__ = ("buffer", "dtype", "name", "nbytes", "ne", "offset", "type_code")
 
     def __init__(
-        self, name: str, type_code: int | None, ne: tuple[int, ...], nbytes: int, buffer: RemoteBuffer, offset: int
+        self,
+        name: str,
+        type_code: int | None,
+        ne: tuple[int, ...],
+        nbytes: int,
+        buffer: RemoteBuffer,
+        offset: int,
+        dtype: str | None = None,
     ) -> None:
         self.name = name
         self.type_code = type_code
@@ -135,6 +142,7 @@ class RemoteTensor:
         self.nbytes = nbytes
         self.buffer = buffer
         self.offset = offset
+        self.dtype = dtype
 
     def __repr__(self) -> str:
         shape = "x".join(map(str, self.ne))
@@ -177,18 +185,19 @@ class RemoteTensor:
                 pass
 
     def numpy(self) -> NDArray[Any]:
-        """The tensor as a new array of its own type, in numpy's order of dimensions (``ne`` reversed).
+        """The tensor as a new array of its own type, in numpy's order of dimensions (``ne`` reversed). One that was
+        pushed under a type ggml does not have, such as uint8 or bool, comes back as what it was.
 
         Raises ConfigError for a type numpy does not have (bf16, the quantised ones); otherwise as `read` does.
         """
         import numpy as np
 
         known = TYPES.get(self.type_code) if self.type_code is not None else None
-        if known is None or known.numpy is None:
-            raise ConfigError(
-                f"tensor {self.name!r}: numpy has no type for {self.type_name}", hint="read() returns its bytes"
-            )
-        array = np.empty(tuple(reversed(self.ne)), np.dtype(known.numpy))
+        dtype = self.dtype if known is None else known.numpy
+        if dtype is None:
+            why = "it is of no type that ggml has" if known is None else f"numpy has no type for {known.name}"
+            raise ConfigError(f"tensor {self.name!r}: {why}", hint="read() returns its bytes")
+        array = np.empty(tuple(reversed(self.ne)), np.dtype(dtype))
         if array.nbytes != self.nbytes:
             raise ConfigError(f"tensor {self.name!r}: its {self.nbytes} bytes are not its shape's", hint="use read()")
         if array.nbytes:

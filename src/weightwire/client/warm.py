@@ -66,8 +66,8 @@ class WarmSummary:
 class Warmed:
     """What became of one target of `warm`: a ``summary`` or an ``error``. The connection is closed either way.
 
-    ``endpoint``, ``protocol``, ``transport`` and ``optimized`` are those of `Connection`; ``protocol`` and
-    ``transport`` are None where there was none.
+    ``endpoint``, ``protocol``, ``transport`` and ``optimized`` are those of `Connection`, ``spoken`` is the text of its
+    ``dialect``; ``protocol``, ``transport`` and ``spoken`` are None where there was none.
     """
 
     target: Target
@@ -77,6 +77,7 @@ class Warmed:
     summary: WarmSummary | None
     error: Exception | None
     optimized: bool = True
+    spoken: str | None = None
 
 
 def warm(
@@ -155,6 +156,7 @@ def warm(
             member.result,
             member.error,
             path.optimized,
+            None if member.connection is None else member.connection.dialect.text,
         )
         for member in members
     ]

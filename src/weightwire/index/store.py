@@ -56,7 +56,8 @@ def default_index_path() -> Path | None:
     """Where the user's index is: ``$WEIGHTWIRE_INDEX``, else ``weightwire/index.sqlite3`` in ``$XDG_CACHE_HOME``, else
     in ``~/.cache``. None if WEIGHTWIRE_INDEX is ``off``.
 
-    ConfigError if WEIGHTWIRE_INDEX cannot be the name of a file. An empty XDG_CACHE_HOME counts as unset.
+    ConfigError if WEIGHTWIRE_INDEX cannot be the name of a file. An XDG_CACHE_HOME that is empty or a relative path
+    counts as unset (XDG Base Directory Specification).
     """
     given = os.environ.get("WEIGHTWIRE_INDEX")
     if given is not None:
@@ -66,7 +67,8 @@ def default_index_path() -> Path | None:
                 hint='name a file, or "off"; see docs/configuration.md',
             )
         return None if given.strip().lower() == "off" else Path(given)
-    if shared := os.environ.get("XDG_CACHE_HOME"):
+    shared = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(shared):
         return Path(shared) / "weightwire" / "index.sqlite3"
     return Path(os.path.expanduser("~")) / ".cache" / "weightwire" / "index.sqlite3"
 

@@ -80,6 +80,7 @@ def _tensor(name: str, array: np.ndarray[Any, Any], mapped: MappedFiles) -> Mode
         ne=tuple(reversed(array.shape)) or (1,),
         nbytes=memory.nbytes,
         payload=payload,
+        dtype=array.dtype.str if code is None and np.dtype(array.dtype.str) == array.dtype else None,
         _memory=memory,
     )
 

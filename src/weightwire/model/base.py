@@ -203,7 +203,8 @@ class ModelTensor:
     """One tensor: what it is called, what it holds and where its bytes lie.
 
     ``ne`` is in ggml's order (``ne[0]`` varies fastest; numpy's shape reversed), in elements. ``type_code`` is ggml's
-    number, or None where ggml has no such type; ``type_name`` says which it is then (``"type 57"``, ``"F8_E4M3"``).
+    number, or None where ggml has no such type; ``type_name`` says which it is then (``"type 57"``, ``"F8_E4M3"``), and
+    ``dtype`` is numpy's string for it where numpy has one (``"|u1"``).
     ``payload`` is where the ``nbytes`` bytes are: a range of a file the Model keeps open, or memory.
     """
 
@@ -213,6 +214,7 @@ class ModelTensor:
     ne: tuple[int, ...]
     nbytes: int
     payload: FileRange | memoryview
+    dtype: str | None = None
     _file: ModelFile | None = field(default=None, repr=False, compare=False)
     _memory: memoryview | None = field(default=None, repr=False, compare=False)
 

@@ -25,6 +25,8 @@ MAX_HEADER: Final = 100_000_000
 _log = logging.getLogger(__name__)
 
 _GGML: Final = {"F64": 28, "F32": 0, "F16": 1, "BF16": 30, "I64": 27, "I32": 26, "I16": 25, "I8": 24}
+_NUMPY: Final = {"U64": "<u8", "U32": "<u4", "U16": "<u2", "U8": "|u1", "BOOL": "|b1", "C64": "<c8"}
+"""Types that numpy has and ggml has not."""
 _BITS: Final = {
     name: bits
     for bits, names in {
@@ -163,6 +165,7 @@ def _read_entry(file: ModelFile, data: int, name: str, entry: object) -> tuple[i
         ne=tuple(reversed(shape)) or (1,),
         nbytes=end - begin,
         payload=file.range(data + begin, end - begin),
+        dtype=_NUMPY.get(dtype),
         _file=file,
     )
 

@@ -97,7 +97,7 @@ class Server:
         if retain not in RETAIN_MODES:
             raise ConfigError(f"retain={retain!r}", hint=f"one of {', '.join(RETAIN_MODES)}")
         if memory is not None:
-            memory = arguments.whole_number("memory", memory, 0, _MAX_BYTES, hint="it is in bytes: 1 << 30, not '1GiB'")
+            memory = arguments.whole_number("memory", memory, 1, _MAX_BYTES, hint="it is in bytes: 1 << 30, not '1GiB'")
         for name, hook in (("on_tensor", on_tensor), ("destination", destination), ("on_profile", on_profile)):
             if hook is not None and not callable(hook):
                 raise ConfigError(f"{name}={hook!r} cannot be called")

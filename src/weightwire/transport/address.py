@@ -26,6 +26,8 @@ def parse_endpoint(text: str, default_port: int = DEFAULT_PORT) -> tuple[str, in
         raise ConfigError(f"endpoint {text!r}: it is no text", hint=_FORMS)
     given = text
     text = text.strip()
+    if "://" in text:
+        raise ConfigError(f"endpoint {given!r}: that is a URL, and only host and port are wanted", hint=_FORMS)
     if text.startswith("["):
         host, closed, rest = text[1:].partition("]")
         if not closed:
@@ -82,7 +84,10 @@ def _check_ipv6(host: str, given: str) -> None:
     try:
         ipaddress.IPv6Address(address)
     except ValueError:
-        raise ConfigError(f"endpoint {given!r}: {address!r} is not an IPv6 address", hint=_FORMS) from None
+        what = "is not an IPv6 address"
+        if "[" not in given and address.rpartition(":")[2].isdigit():
+            what += "; one with a port needs brackets"
+        raise ConfigError(f"endpoint {given!r}: {address!r} {what}", hint=_FORMS) from None
     if percent and not re.fullmatch(r"[^\s%/\]]+", zone):
         raise ConfigError(f"endpoint {given!r}: {zone!r} is not the name of a network interface", hint=_FORMS)
 

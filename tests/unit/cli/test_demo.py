@@ -179,9 +179,20 @@ def test_a_disk_that_fills_up(invoke, scratch: Path, monkeypatch: pytest.MonkeyP
 def test_a_folder_for_temporary_files_that_cannot_be_written(invoke, monkeypatch: pytest.MonkeyPatch) -> None:
     import tempfile
 
+    monkeypatch.delenv("TMPDIR", raising=False)
     monkeypatch.setattr(tempfile, "tempdir", "/proc")
     monkeypatch.setattr(demo, "_check_disk", lambda directory, size: None)
     invoke("demo", "--size", "1MiB").failed(3, "/proc/weightwire-demo-", "TMPDIR")
+
+
+def test_a_tmpdir_that_is_no_directory_is_not_passed_over(
+    invoke, scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (scratch / "file").touch()
+    for wrong in ("none", "file"):
+        monkeypatch.setenv("TMPDIR", str(scratch / wrong))
+        invoke("demo", "--size", "1MiB").failed(2, "TMPDIR", wrong, "no directory that can be written")
+    (scratch / "file").unlink()
 
 
 def test_a_folder_of_that_name_is_somebody_elses(invoke, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,7 @@ def test_a_server(invoke, tmp_path: Path) -> None:
     with weightwire.Server(port=0, cache=tmp_path, memory=1 << 30) as server:
         report = invoke("info", server.endpoints[0], "--json").json
         ran = invoke("info", server.endpoints[0])
-    assert set(report) == {"kind", "endpoint", "protocol", "transport", "cache", "devices"}
+    assert set(report) == {"kind", "endpoint", "protocol", "spoken", "transport", "cache", "devices"}
     assert (report["kind"], report["protocol"], report["cache"]) == ("server", "7.0.0", True)
     assert report["transport"]["kind"] == "tcp"
     (device,) = report["devices"]
@@ -116,3 +116,22 @@ def test_nobody_listens(invoke) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     invoke("info", f"127.0.0.1:{port}").failed(1, str(port))
+
+
+def test_a_path_that_cannot_be_followed(invoke, tmp_path: Path) -> None:
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    invoke("info", str(loop)).failed(2, "Too many levels of symbolic links")
+    invoke("info", str(tmp_path / "none")).failed(2, "no such file", "HOST:PORT")
+
+
+def test_a_version_that_is_spoken_instead_of_the_announced_one(invoke, tmp_path: Path) -> None:
+    save_file({"w": np.zeros(4, np.float32)}, tmp_path / "m.safetensors")
+    with weightwire.Server(port=0) as server:
+        endpoint = server.endpoints[0]
+        for words in (("info", endpoint), ("push", str(tmp_path / "m.safetensors"), endpoint)):
+            assert "protocol" in invoke(*words).out
+            assert "spoken as" not in invoke(*words).out
+            assert "7.0.0, spoken as 8.0, " in invoke(*words, "--protocol", "8.0").out.replace("over", "")
+            report = invoke(*words, "--protocol", "8.0", "--json").json
+            assert (report["protocol"], report["spoken"]) == ("7.0.0", "8.0")

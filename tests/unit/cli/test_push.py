@@ -24,6 +24,7 @@ pytestmark = pytest.mark.timeout(120)
 MEMBERS = {
     "endpoint",
     "protocol",
+    "spoken",
     "optimized",
     "transport",
     "tensors",

@@ -179,6 +179,9 @@ def test_endpoints_are_compared_as_they_are_meant() -> None:
     with pytest.raises(ConfigError, match="twice"):
         as_targets(["host", Target("host:50052", layers="1")])
     assert [target.endpoint for target in as_targets(("a", "b:1"))] == ["a", "b:1"]
+    for wrong in ("x:y", "", "http://host"):
+        with pytest.raises(ConfigError, match="endpoint"):
+            Target(wrong)
     assert as_targets(Target("a")) == as_targets("a") == [Target("a")]
 
 

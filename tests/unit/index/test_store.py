@@ -257,8 +257,9 @@ def test_where_the_users_index_is(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", "/home/me")
     assert default_index_path() == Path("/home/me/.cache/weightwire/index.sqlite3")
-    monkeypatch.setenv("XDG_CACHE_HOME", "")
-    assert default_index_path() == Path("/home/me/.cache/weightwire/index.sqlite3")
+    for unset in ("", "rel"):
+        monkeypatch.setenv("XDG_CACHE_HOME", unset)
+        assert default_index_path() == Path("/home/me/.cache/weightwire/index.sqlite3")
     monkeypatch.setenv("XDG_CACHE_HOME", "/x")
     assert default_index_path() == Path("/x/weightwire/index.sqlite3")
     monkeypatch.setenv("WEIGHTWIRE_INDEX", "/i/mine.sqlite3")

@@ -36,6 +36,7 @@ from weightwire.server import Server
         ({"retain": None}, "retain=None"),
         ({"retain": ["process"]}, "retain="),
         ({"memory": -1}, "memory=-1"),
+        ({"memory": 0}, "memory=0"),
         ({"memory": 1.5}, "memory=1.5"),
         ({"memory": "1GiB"}, "memory='1GiB'"),
         ({"memory": False}, "memory=False"),
