@@ -131,6 +131,8 @@ class _Seeding:
         self._done = 0
         self._last = ""
         self._identities: dict[int, FileIdentity] = {}
+        self._placed: dict[int, str] = {}
+        """The hashes of the entries that are there now, with the names of the tensors whose they are."""
         self._known: dict[str, Hashes] = {}
         self._sizes: Counter[int] = Counter()
         """How many entries of each size could be a tensor's that has not been hashed."""
@@ -144,12 +146,26 @@ class _Seeding:
                 progress(self._last, min(self._done, total), total)
 
         self._look_up()
-        for _ in run_each(self._tensors, self._one, threads, watch):
-            pass
+        try:
+            for _ in run_each(self._tensors, self._one, threads, watch):
+                pass
+        except CacheError as error:
+            if threads < 2 or error.errno not in _NO_ROOM:
+                raise
+            # Half-written entries share the room that is left, and one by itself may fit.
+            for _ in run_each(self._left_over(), self._one, 0, watch):
+                pass
         self._done = total
         watch()
         if self._not_stored:
             raise self._not_stored[0]
+
+    def _left_over(self) -> list[ModelTensor]:
+        """The tensors without an entry, when nobody works any more: from the beginning with them."""
+        for content_hash in self._claimed.keys() - self._placed.keys():
+            self._unclaim(content_hash)
+        done = {*self._placed.values(), *(tensor.name for same in self._claimed.values() for tensor in same)}
+        return [tensor for tensor in self._tensors if tensor.name not in done]
 
     def _look_up(self) -> None:
         ranges = [(t.name, t.payload) for t in self._tensors if _may_be_known(t.payload)]
@@ -238,6 +254,7 @@ class _Seeding:
                     self._sizes[tensor.nbytes] -= 1  # that one is nobody else's
             if there:
                 self._count(present=1, unread=0 if self._verify else 1)
+                self._placed[hashes.fnv1a] = tensor.name
                 return
             replaces = there is False
         with CopyingWriter(self._cache) as writer:
@@ -255,6 +272,7 @@ class _Seeding:
                 there = self._there(stored.fnv1a, tensor.nbytes, check)
                 if there:
                     self._count(present=1, unread=0 if self._verify else 1)
+                    self._placed[stored.fnv1a] = tensor.name
                     return
                 replaces = there is False
             check()
@@ -267,6 +285,7 @@ class _Seeding:
                 with self._lock:
                     self._not_stored.append(_refused(self._cache, tensor, error))
                 return
+        self._placed[stored.fnv1a] = tensor.name
         self._count(written=1, written_bytes=tensor.nbytes, cloned_bytes=cloned, replaced=int(replaces))
 
     def _hash(self, payload: FileRange | memoryview, check: Callable[[], None]) -> Hashes:
