@@ -99,6 +99,9 @@ SECTIONS: tuple[tuple[str, Mapping[str, str]], ...] = (
             "test_in_the_core": "a call of the clock while profiling is off",
             "test_no_allocation[off]": "the clock's calls from Python, off",
             "test_no_allocation[on]": "the clock's calls from Python, on",
+            "test_from_python[off]": "the clock from Python, off",
+            "test_from_python[on]": "the clock from Python, on",
+            "test_from_python[math.isfinite]": "a compiled function that returns a constant",
         },
     ),
     (
@@ -280,7 +283,7 @@ def _ratios(results: Results, benchmarks: Mapping[str, str]) -> str:
     for name, label in benchmarks.items():
         measured = results.benchmarks.get(name)
         found = [] if measured is None else measured.ratios
-        if measured is not None and not found and "allocated_bytes" in measured.facts:
+        if measured is not None and not found and not {"allocated_bytes", "calls_per_s"}.isdisjoint(measured.facts):
             continue  # nothing that is beside anything
         if measured is None or not found:
             rows.append((label, *[NOT_MEASURED] * (len(head) - 1)))
@@ -304,6 +307,8 @@ def _splits(results: Results, benchmarks: Mapping[str, str]) -> Iterator[str]:
         allocated, calls = number(facts.get("allocated_bytes")), number(facts.get("calls"))
         if allocated is not None and calls is not None:
             lines.append(f"- {label}: {allocated:.0f} bytes allocated at the peak of {calls:.0f} calls.")
+        if (rate := number(facts.get("calls_per_s"))) is not None:
+            lines.append(f"- {label}: {rate / 1e6:.1f} million calls a second.")
     if rows:
         yield "weightwire's upload span and its parts, medians, seconds:"
         yield _table(("what", *COLUMNS.values()), rows)

@@ -9,13 +9,15 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from weightwire.transport.memory import HostRegion
+from weightwire.transport.memory import HostRegion, available_memory
 
 if TYPE_CHECKING:
     from pytest_benchmark.fixture import BenchmarkFixture
 
 
 _P = TypeVar("_P")
+
+_LOADS = 3
 
 
 class PeerAbsent(Exception):
@@ -161,13 +163,14 @@ def ordered(peers: Sequence[_P], turn: int) -> list[_P]:
 
 
 def settle(nbytes: int) -> None:
-    """Touch ``nbytes`` bytes of fresh memory and give them back.
+    """Touch fresh memory for a load of ``nbytes`` bytes and give it back.
 
     Before every round of every peer: what fresh memory costs depends on who returned some last (a virtual machine's
-    host may have taken it back meanwhile), and the peer that happens to follow must not be the one to pay.
+    host may have taken it back meanwhile), and the peer that happens to follow must not be the one to pay. Three times
+    the bytes: for the tensors, for entries of a cache in the page cache, and for what else a peer takes.
     """
-    region = HostRegion(nbytes)
-    region.populate(0, nbytes)
+    region = HostRegion(min(_LOADS * nbytes, available_memory() // 2))
+    region.populate(0, region.nbytes)
 
 
 def alternate(peers: list[Peer], nbytes: int, rounds: int, warmup: int = 1) -> Rounds:

@@ -160,12 +160,16 @@ def test_splits_and_allocations_of_single_benchmarks(
 ) -> None:
     cold = benchmarks["test_push_uncached[mix]"] | {"split_seconds": {"span": 0.5, "read": 0.25, "wire": 0.125}}
     calls = {"allocated_bytes": 96, "calls": 30000}
-    path = write({"test_cache[blocks-loopback-cold]": cold, "test_no_allocation[off]": calls})
+    rate = {"calls_per_s": 12_300_000.0}
+    path = write(
+        {"test_cache[blocks-loopback-cold]": cold, "test_no_allocation[off]": calls, "test_from_python[on]": rate}
+    )
     assert script("report.py", path, "--out", tmp_path, "--no-plots").returncode == 0
     text = (tmp_path / "REPORT.md").read_text()
     split = cells(section(text, "Through the cache, on loopback"), "cold")[-1]
     assert split == ["cold", "0.500", "0.250", *["not measured"] * 3, "0.125", *["not measured"] * 2]
     profiling = section(text, "Profiling")
     assert "off: 96 bytes allocated at the peak of 30000 calls." in profiling
+    assert "on: 12.3 million calls a second." in profiling
     assert cells(profiling, "the clock's calls from Python, off") == []
     assert len(cells(profiling, "the clock's calls from Python, on")) == 1
