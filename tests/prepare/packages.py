@@ -57,6 +57,12 @@ def prepare_arm() -> None:
         install(not_installed(_ARM))
 
 
+def prepare_disks() -> None:
+    """Install what makes a file system whose files can share blocks. Raises CannotPrepare."""
+    if not shutil.which("mkfs.btrfs"):
+        install(not_installed(("btrfs-progs",)))
+
+
 def with_fresh_lists(command: list[str], *, what: str) -> None:
     """Run what downloads packages; once more with new lists of packages if it fails, as old ones name what is gone."""
     try:

@@ -11,13 +11,14 @@ from pathlib import Path
 from prepare.base import CannotPrepare, cache_directory, everything_required, locked, say
 from prepare.environment import prepare_environment
 from prepare.guest import prepare_kernel, prepare_packages
-from prepare.packages import prepare_arm, prepare_tools
+from prepare.packages import prepare_arm, prepare_disks, prepare_tools
 from prepare.peers import peer_folder, prepare_peers
 from prepare.realmodel import model_path, prepare_model
 
 _GUEST = "the tests of RDMA in a guest"
 _TOOLS = "the tests that need a C++ compiler or git"
 _ARM = "the test of the hasher on an emulated Arm processor"
+_DISKS = "the test of seeding where files can share blocks"
 
 HELP = """usage: ./test [--require-all] [--prepare-only] [pytest options and paths]
 
@@ -27,7 +28,8 @@ HELP = """usage: ./test [--require-all] [--prepare-only] [pytest options and pat
 Everything else goes to pytest, for example: ./test tests/unit -k hello
 WEIGHTWIRE_TEST_CACHE names the folder for the stock peers, the real model and the kernel of the guest that RDMA is
 tested in (default: weightwire in the user's cache folder). Run by root on Debian it installs g++ and git if they are
-missing, a compiler and an emulator for 64-bit Arm, and the packages that the guest needs (tests/rdma/packages).
+missing, a compiler and an emulator for 64-bit Arm, btrfs-progs, and the packages that the guest needs
+(tests/rdma/packages).
 """
 
 
@@ -71,6 +73,10 @@ def _prepare_packages() -> bool:
         prepare_arm()
     except CannotPrepare as problem:
         _say_missing(_ARM, str(problem))
+    try:
+        prepare_disks()
+    except CannotPrepare as problem:
+        _say_missing(_DISKS, str(problem))
     try:
         prepare_packages()
     except CannotPrepare as problem:

@@ -1,13 +1,15 @@
-"""File systems that are small, for what happens when they are full."""
+"""File systems of the tests' own: small ones, for what happens when they are full, and one whose files share blocks."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from support.require import do_without
 
 
@@ -25,3 +27,24 @@ def disk_of(place: Path, mib: int) -> Iterator[Path]:
         yield place
     finally:
         subprocess.run(["umount", place], check=True)
+
+
+@contextlib.contextmanager
+def sharing_disk(place: Path, mib: int) -> Iterator[Path]:
+    """Inside: ``place`` is a file system (btrfs, in a file beside it) of ``mib`` MiB whose files can share blocks."""
+    if os.geteuid() or shutil.which("mkfs.btrfs") is None:
+        do_without("a file system whose files can share blocks", "it takes root and mkfs.btrfs")
+    image = place.with_suffix(".img")
+    place.mkdir()
+    with image.open("wb") as file:
+        file.truncate(mib << 20)
+    subprocess.run(["mkfs.btrfs", "-q", image], capture_output=True, check=True)
+    done = subprocess.run(["mount", "-o", "loop", image, place], capture_output=True, text=True, check=False)
+    if done.returncode:
+        # Not every kernel has btrfs, nor every container loop devices: nothing that could be installed.
+        pytest.skip(f"no btrfs can be mounted here: {done.stderr.strip()}")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", place], check=True)
+        image.unlink()
