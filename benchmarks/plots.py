@@ -60,8 +60,9 @@ def ratio_plot(path: Path, title: str, bars: Sequence[tuple[str, float, tuple[fl
     axes.set_yticks(range(len(bars)), [label for label, _, _ in bars], fontsize="small")
     axes.set_xscale("log")
     axes.axvline(1, color="black", linewidth=0.8)
+    axes.margins(y=0.5 / max(len(bars), 1))
     axes.invert_yaxis()
-    axes.set_xlabel("times as fast, median and quartiles of rounds side by side")
+    axes.set_xlabel("times as fast: median, quartiles")
     axes.set_title(title, fontsize="medium")
     _save(figure, path)
 

@@ -176,7 +176,9 @@ def write(results: Results, root: Path, *, with_plots: bool) -> str:
     bars: list[tuple[str, float, tuple[float, float] | None]] = []
     for title, rows in _sections(results).items():
         parts += [f"## {title}", _ratios(results, rows), *_splits(results, rows)]
+        where = title.partition(", on ")[2]  # what is measured in several places has the same label in each
         for name, label in rows.items():
+            label = f"{label}, on {where}" if where else label
             found = results.benchmarks.get(name)
             for ratio in found.ratios if found is not None and title != OTHERS else ():
                 bars.append((f"{label}: {ratio.subject} / {ratio.peer}", ratio.median, ratio.quartiles))

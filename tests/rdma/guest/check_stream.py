@@ -21,6 +21,7 @@ from support.idle import sleeps_on
 from support.rdma import connect_rdma, request, response
 
 import weightwire.rdma
+from weightwire._native._link import RECEIVE_SLOTS, SEND_SLOTS
 from weightwire.errors import PeerClosed, RdmaUnavailable, RegistrationError, TransferTimeout
 from weightwire.ranges import FileRange
 from weightwire.transport.rdma import REQUESTS, RESPONSES, RdmaStream, offer_rdma
@@ -126,6 +127,12 @@ def test_a_fork_that_lives_on_takes_no_pinned_page_away(pair: Pair) -> None:
 def test_eight_in_flight_against_a_peer_that_reads_slowly(pair: Pair) -> None:
     client, server = pair
     sending = Running(client.send, request(6, PAYLOAD))
+    deadline = time.monotonic() + 60
+    while client.counts["sends"] < RECEIVE_SLOTS + SEND_SLOTS and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(0.5)
+    # The peer has read nothing and has one in each of its slots, so that as many as our ring has are on their way.
+    assert client.counts["sends"] == RECEIVE_SLOTS + SEND_SLOTS == 32
     got = b""
     while len(got) < 9 + len(PAYLOAD):
         time.sleep(0.05)
