@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(120)
 
 MIB = 1 << 20
 MEMBERS = {
-    *("endpoint", "protocol", "transport", "tensors", "bytes", "sent", "hits", "misses", "corrupt_hits"),
+    *("endpoint", "protocol", "spoken", "transport", "tensors", "bytes", "sent", "hits", "misses", "corrupt_hits"),
     *("too_large", "hashes_known", "threads", "optimized", "seconds", "gib_per_s", "profile"),
 }
 
