@@ -125,6 +125,8 @@ class HashIndex:
 
         Costs one fstat(2) and one query for each file, and a look at this process's mappings.
         """
+        if not self._usable():
+            return [None] * len(ranges)
         identities: dict[int, FileIdentity] = {}
         for fd in _dated(ranges):
             with contextlib.suppress(OSError):
@@ -148,6 +150,8 @@ class HashIndex:
         file of its path, is dropped. A SHA-256 that is known already is kept where an entry has the same FNV-1a 64 and
         none.
         """
+        if not self._usable():
+            return 0
         files: dict[int, list[tuple[FileRange, str, Hashes]]] = {}
         for entry in entries:
             if entry[0].dated:
@@ -192,7 +196,7 @@ class HashIndex:
             # parent goes on using it.
             _ABANDONED.append(self._connection)
             self._begin()
-        if self._off or time.monotonic() < self._rest_until:
+        if not self._usable():
             return None
         try:
             import sqlite3
@@ -225,6 +229,10 @@ class HashIndex:
                         continue
                     self._give_up(f"{what} failed: {error}")
                     return None
+
+    def _usable(self) -> bool:
+        """Whether there is an index, and it is not at rest. A fork of its process is to find out for itself."""
+        return self._pid != os.getpid() or (not self._off and time.monotonic() >= self._rest_until)
 
     def _open(self) -> sqlite3.Connection:
         if self._connection is None:

@@ -63,7 +63,7 @@ def test_a_push_leaves_nothing(server, model: Path, tmp_path: Path, index: str, 
 def test_by_default_all_of_it_stays(server, model: Path) -> None:
     with weightwire.connect(server.endpoints[0]) as connection:
         connection.push(model, index=False)
-    assert share(model) > 0.9  # the kernel may want a page for something else
+    assert share(model) == 1
 
 
 def test_a_plain_read_is_dropped_as_well(server, model: Path) -> None:
@@ -104,7 +104,7 @@ def test_a_push_that_fails_lets_go(model: Path) -> None:
     ):
         connection.push(model, drop_behind=True, progress=stop)
     assert share(model, 28 * MIB, 44 * MIB) == 0, "what was not sent"
-    assert share(model) < 0.25, "nothing is left but what the sockets held at that moment"
+    assert share(model) < 0.05
 
 
 def test_a_claim_can_be_cut_down(model: Path) -> None:

@@ -211,8 +211,8 @@ def test_a_locked_one_is_waited_for_once_and_not_for_long(
             assert index.find(ranges) == [None] * 4
             (line,) = said(caplog)
             assert "locked" in line
-            # From now on it is not waited for: these would take minutes.
-            for _ in range(1000):
+            # From now on it is not waited for: these would take hours.
+            for _ in range(10_000):
                 assert index.find(ranges) == [None] * 4
                 assert index.record([(ranges[0], "t", hashes[0])], {ranges[0].fd: identity_of(ranges[0].fd)}) == 0
             assert len(said(caplog)) == 1
