@@ -29,7 +29,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_nothing_of_the_tests_is_there(installed):
     listing = json.loads(pip(installed / "python", "list", "--format=json", what="listing what is installed"))
     names = {each["name"].lower().replace("_", "-") for each in listing}
-    assert {"weightwire", "numpy", "click", "rich"} <= names
+    assert {"weightwire", "numpy", "click", "rich", "blake3"} <= names
     assert not {"pytest", "gguf", "safetensors", "prometheus-client", "cython", "psutil"} & names
 
 

@@ -75,7 +75,7 @@ def test_its_metadata(wheel, tree):
     assert metadata["Requires-Python"] == ">=3.11"
     assert metadata.get_payload().strip() == (tree / "README.md").read_text().strip()
     runtime = {value for value in metadata.get_all("Requires-Dist", []) if "extra ==" not in value}
-    assert {value.split(">")[0].split(";")[0].strip() for value in runtime} == {"numpy", "click", "rich"}
+    assert {value.split(">")[0].split(";")[0].strip() for value in runtime} == {"numpy", "click", "rich", "blake3"}
     extras = [
         value for value in metadata.get_all("Requires-Dist", []) if "extra == 'metrics'" in value.replace('"', "'")
     ]

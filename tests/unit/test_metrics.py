@@ -327,4 +327,4 @@ def test_the_extra() -> None:
     assert extras["metrics"] == ["prometheus_client"]
     assert "prometheus_client" in extras["test"]
     assert "prometheus_client" in project["dependency-groups"]["test"]
-    assert project["project"]["dependencies"] == ["numpy", "click", "rich"]
+    assert project["project"]["dependencies"] == ["numpy", "click", "rich", "blake3"]

@@ -36,7 +36,7 @@ import logging, sys, threading
 before = set(sys.modules)
 import weightwire
 loaded = {name.partition(".")[0] for name in set(sys.modules) - before}
-print(sorted(loaded & {"numpy", "click", "rich", "socket", "ctypes", "mmap"}))
+print(sorted(loaded & {"numpy", "click", "rich", "blake3", "socket", "ctypes", "mmap"}))
 print([name for name in sys.modules if name.startswith("weightwire.")])
 print(threading.active_count(), logging.getLogger().handlers, logging.getLogger("weightwire").handlers)
 """

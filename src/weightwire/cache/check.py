@@ -12,7 +12,6 @@ from weightwire.cache.inspect import Entry, entry_kind, list_entries
 from weightwire.cache.pool import run_each, worker_count
 from weightwire.cache.quarantine import move_aside
 from weightwire.errors import ConfigError, ModelError
-from weightwire.hashing import hash_payloads
 from weightwire.index import Hashes, IndexChoice, Owner, hash_with_digest, identity_of, index_for
 from weightwire.ranges import FileRange
 
@@ -46,7 +45,7 @@ class BadEntry:
 class CacheReport:
     """What checking a directory found.
 
-    ``entries`` (``bytes``) were read; ``digests`` of them were compared by SHA-256 with the index, too; ``bad`` must
+    ``entries`` (``bytes``) were read; ``digests`` of them were compared by BLAKE3 with the index, too; ``bad`` must
     not be used, in order of their names. ``changing`` are the names of entries that something wrote to while they were
     read, which says nothing yet. ``others`` are names that are no entry's; nothing reads those.
     """
@@ -82,7 +81,7 @@ def verify_cache(
     quarantine (see `weightwire.cache.quarantine`), or is removed; either takes the name only, so that a server that has
     it open reads on. A file that its owner alone might read stays unless this is its owner. A directory, a link, a fifo
     or the like of an entry's name is reported and never opened or touched. ``index`` (a path or `HashIndex`; None: the
-    user's; False: none) knows tensors by their SHA-256, too: an entry that hashes to its name but is another content is
+    user's; False: none) knows tensors by their BLAKE3, too: an entry that hashes to its name but is another content is
     a collision. ``progress(name, done, total)``, in bytes, is called on this thread.
 
     Raises ConfigError if the directory is not there, CacheError if it cannot be listed.
@@ -139,10 +138,10 @@ def _look(entry: Entry, owners: list[Owner], bad: str, check: Callable[[], None]
                 return _Finding(entry, BadEntry(name, kind, f"it is a {kind}, where a file is expected"))
             before = identity_of(fd)
             whose = [owner for owner in owners if owner.nbytes == status.st_size]
-            digest = any(owner.sha256 for owner in whose)
+            digest = bool(whose)
             wrong: BadEntry | None
             try:
-                hashes = _hash(FileRange(fd, 0, status.st_size, str(entry.path)), digest, check)
+                hashes = hash_with_digest(FileRange(fd, 0, status.st_size, str(entry.path)), check, digest=digest)
             except ModelError as error:
                 wrong = BadEntry(name, "unreadable", f"it cannot be read: {error.detail}", status.st_size)
             else:
@@ -186,18 +185,12 @@ def _unopened(entry: Entry, error: OSError, bad: str) -> BadEntry:
     return BadEntry(wrong.name, wrong.kind, f"{reason}; left: {why}", wrong.nbytes)
 
 
-def _hash(content: FileRange, with_digest: bool, check: Callable[[], None]) -> Hashes:
-    if with_digest:
-        return hash_with_digest(content, check)
-    return Hashes(hash_payloads([content], check=check)[0], b"")
-
-
 def _judge(expected: int, nbytes: int, hashes: Hashes, whose: list[Owner], owners: list[Owner]) -> BadEntry | None:
     """What is wrong with an entry of ``nbytes`` bytes and those hashes; None if nothing is."""
     name = f"{expected:016x}"
     if hashes.fnv1a == expected:
-        if whose and all(owner.sha256 and owner.sha256 != hashes.sha256 for owner in whose):
-            reason = f"it hashes to its name, but is not {whose[0].tensor!r} of {whose[0].path}: their SHA-256 differ"
+        if whose and all(owner.blake3 != hashes.blake3 for owner in whose):
+            reason = f"it hashes to its name, but is not {whose[0].tensor!r} of {whose[0].path}: their BLAKE3 differ"
             return BadEntry(name, "collision", reason, nbytes)
         return None
     longer = [owner for owner in owners if owner.nbytes > nbytes]

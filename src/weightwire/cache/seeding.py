@@ -261,7 +261,7 @@ class _Seeding:
             cloned = writer.fill(tensor.payload, check, tell)
             # Named after what lies on the disk: the model may have been written to meanwhile.
             stored = self._hash(writer.content(), check)
-            if hashes is None or not hashes.sha256 or stored.fnv1a != hashes.fnv1a:
+            if stored != hashes:
                 self._found_out(tensor, stored)
             if hashes is None or stored.fnv1a != hashes.fnv1a:
                 self._known[tensor.name] = stored  # what was said of it is not claimed again
@@ -289,9 +289,7 @@ class _Seeding:
         self._count(written=1, written_bytes=tensor.nbytes, cloned_bytes=cloned, replaced=int(replaces))
 
     def _hash(self, payload: FileRange | memoryview, check: Callable[[], None]) -> Hashes:
-        if self._index is not None:
-            return hash_with_digest(payload, check)
-        return Hashes(hash_payloads([payload], check=check)[0], b"")
+        return hash_with_digest(payload, check, digest=self._index is not None)
 
     def _there(self, content_hash: int, nbytes: int, check: Callable[[], None]) -> bool | None:
         """Whether a usable entry is there: None if nothing of the name is, False if what is must be replaced."""
@@ -335,7 +333,7 @@ class _Seeding:
                 self._counts[name] += number
 
     def _found_out(self, tensor: ModelTensor, hashes: Hashes) -> None:
-        if _may_be_known(tensor.payload) and hashes.sha256:
+        if _may_be_known(tensor.payload) and hashes.blake3:
             with self._lock:
                 self._found.append((tensor.payload, tensor.name, hashes))
 

@@ -89,7 +89,7 @@ def verify(cache: str | None, quarantine: bool, remove: bool, threads: int | Non
     """Read every entry and see that its content hashes to its name; exit code 4 if one does not.
 
     What has an entry's name and is a directory, a link or the like is reported and left alone. Where the index of
-    hashes knows an entry's tensor, its SHA-256 is compared too.
+    hashes knows an entry's tensor, its BLAKE3 is compared too.
     """
     from weightwire.cache import list_entries, verify_cache
 
@@ -110,7 +110,7 @@ def verify(cache: str | None, quarantine: bool, remove: bool, threads: int | Non
             line(f"{name}: something writes to it; verify again later")
         line(
             f"{printable(report.directory)}: {counted(report.entries, 'entry', 'entries')}, "
-            f"{human_bytes(report.bytes)}, {len(report.bad)} bad; {report.digests} compared by SHA-256, too"
+            f"{human_bytes(report.bytes)}, {len(report.bad)} bad; {report.digests} compared by BLAKE3, too"
         )
         if report.others:
             shown = ", ".join(map(printable, report.others[:4])) + (" …" if len(report.others) > 4 else "")

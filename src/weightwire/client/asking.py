@@ -125,7 +125,7 @@ class Questions:
             else:
                 self._recorder.misses += 1
         self._asked_bytes -= self._placed[index].nbytes
-        self._feed.release(position, sent=not good)
+        self._feed.release(position)
         self._recorder.switch(previous)
         return good
 

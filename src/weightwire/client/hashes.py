@@ -35,9 +35,9 @@ class TensorHashes:
     """FNV-1a 64 of those of ``tensors`` that a cache may hold, each read at most once, for any number of senders.
 
     What ``index`` has is not read for that; what it lacks is added to it by `record`. ``threads`` and ``in_flight``
-    (bytes, of all senders together) are the pool's. ``read`` is how files are read (see `Sources`). With ``dropping``
-    what has been sent leaves the page cache, so that nothing is read again for a SHA-256. ``plain`` is for a push that
-    is not optimized: one after the other, byte by byte. `start` and `close` belong to one ``try`` and its ``finally``.
+    (bytes, of all senders together) are the pool's. ``read`` is how files are read (see `Sources`). ``plain`` is for
+    a push that is not optimized: one after the other, byte by byte. `start` and `close` belong to one ``try`` and its
+    ``finally``.
 
     Raises ModelError where a file cannot be looked at.
     """
@@ -50,7 +50,6 @@ class TensorHashes:
         in_flight: int,
         index: HashIndex | None = None,
         read: str = "auto",
-        dropping: bool = False,
         plain: bool = False,
     ) -> None:
         self._tensors = [tensor for tensor in tensors if is_cached(tensor)]
@@ -59,7 +58,6 @@ class TensorHashes:
         self._in_flight = in_flight
         self._identities: dict[int, FileIdentity] = {}
         known: dict[int, int] = {}
-        digested: set[int] = set()
         files = {n: tensor.payload for n, tensor in enumerate(self._tensors) if _may_be_known(tensor.payload)}
         if index is not None:
             for payload in files.values():
@@ -68,14 +66,13 @@ class TensorHashes:
             for number, found in zip(files, index.find(list(files.values())), strict=True):
                 if found is not None:
                     known[number] = found.fnv1a
-                    if found.sha256:
-                        digested.add(number)
         self._known = frozenset(known)
         self._doubtful: set[str] = set()
-        settled = {fd for fd, identity in self._identities.items() if identity.settled}
+        recording = index is not None and index.enabled
+        settled = {fd for fd, identity in self._identities.items() if recording and identity.settled}
         payloads = [tensor.payload for tensor in self._tensors]
-        # Of a file that was changed a moment ago nothing could be recorded.
-        digest = [number for number, payload in files.items() if payload.fd in settled and number not in digested]
+        # Of a file that was changed a moment ago nothing could be recorded, nor in an index that cannot be used.
+        digest = [number for number, payload in files.items() if payload.fd in settled and number not in known]
         self.pool = HashPool(
             payloads,
             threads=threads,
@@ -83,7 +80,6 @@ class TensorHashes:
             digest=digest,
             group=_INTERLEAVED if not plain and cpu_features().many == "interleaved" else 1,
             blocks=frozenset() if plain else in_blocks(payloads, read),
-            behind=not dropping,
             plain=plain,
         )
 
@@ -96,7 +92,6 @@ class TensorHashes:
             in_flight=options.load.in_flight,
             index=index,
             read=options.read,
-            dropping=options.drop_behind,
             plain=not options.optimized,
         )
 
@@ -138,10 +133,10 @@ class TensorHashes:
             return 0
         model.check_unchanged()
         entries: list[tuple[FileRange, str, Hashes]] = []
-        for number, (value, digest) in sorted(self.pool.results().items()):
+        for number, found in self.pool.results().items():
             tensor = self._tensors[number]
             if _may_be_known(tensor.payload):
-                entries.append((tensor.payload, tensor.name, Hashes(value, digest)))
+                entries.append((tensor.payload, tensor.name, found))
         stored = self._index.record(entries, self._identities) if entries else 0
         return stored + self.recheck()
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import IntEnum
 from typing import Final
@@ -15,7 +12,7 @@ from typing import Final
 from weightwire.client.sources import hash_blocks
 from weightwire.errors import ModelError
 from weightwire.hashing import hash_payloads
-from weightwire.index import Hashes, hash_with_digest
+from weightwire.index import Hashes, digest_of, hash_with_digest
 from weightwire.ranges import FileRange
 
 __all__ = ["HashFeed", "HashPool"]
@@ -24,9 +21,6 @@ _log = logging.getLogger(__name__)
 
 _LOOK: Final = 0.2
 """Seconds between two looks around while a hash is waited for: a tensor can take minutes."""
-
-_SPARE: Final = 4
-"""Of so many threads one may take SHA-256 as well: the CPUs of the others are for those who send, and receive."""
 
 Payload = FileRange | memoryview
 Watch = Callable[[], object]
@@ -42,21 +36,13 @@ class _Cancelled(Exception):
     """The pool was closed."""
 
 
-class _Pressed(Exception):
-    """Somebody has to wait for a hash."""
-
-
 class HashPool:
     """FNV-1a 64 of ``payloads``, on ``threads`` threads of its own; with 0, on the thread that asks.
 
     ``known`` has the hashes that are known beforehand, by number of payload; those payloads are not read for them.
-    ``digest`` are the numbers whose SHA-256 is wanted, too. It costs several times the hash, and nobody waits for it:
-    both are taken in one pass as long as everybody finds his hashes ready, and a pass goes on with the hash alone once
-    somebody does not; one thread in four may do so at once. What was passed over is read again for it, with ``behind``,
-    while it is being sent; with fewer than four threads by one more, which has the CPUs when nobody else wants them.
-    What has none by then goes without. ``group`` payloads are hashed together by one thread, but for those numbered
-    ``blocks``, which are read ahead in large blocks. ``plain`` hashes byte by byte. Who wants hashes makes a `feed`
-    before `start`.
+    ``digest`` are the numbers whose BLAKE3 is wanted, too: it is taken in the same pass over the bytes. ``group``
+    payloads are hashed together by one thread, but for those numbered ``blocks``, which are read ahead in large blocks.
+    ``plain`` hashes byte by byte, and takes no BLAKE3. Who wants hashes makes a `feed` before `start`.
 
     `start` and `close` belong to one ``try`` and its ``finally``: an interrupt may come at any moment. The first
     failure of any thread is raised to everybody who asks afterwards.
@@ -71,7 +57,6 @@ class HashPool:
         digest: Collection[int] = (),
         group: int = 1,
         blocks: frozenset[int] = frozenset(),
-        behind: bool = True,
         plain: bool = False,
     ) -> None:
         self._payloads = payloads
@@ -81,16 +66,13 @@ class HashPool:
         self._changed = threading.Condition(threading.Lock())
         self._hashes: list[int | None] = [None] * len(payloads)
         self._state = [_State.WAITING] * len(payloads)
-        self._known = frozenset(known or {})
         for index, value in (known or {}).items():
             self._hashes[index] = value
             self._state[index] = _State.DONE
-        self._wanted = set(digest)
+        self._known = frozenset(known or {})
+        self._wanted = frozenset(digest)
         self._digests: dict[int, bytes] = {}
         self._blocks = blocks
-        self._may_read_behind = behind
-        self._behind: deque[int] = deque()
-        self._digesting = 0
         self._feeds: list[HashFeed] = []
         self._turn = 0
         self._threads: list[threading.Thread] = []
@@ -111,11 +93,8 @@ class HashPool:
     def start(self) -> None:
         """Begin with the first payloads of every feed."""
         work = sum(state is _State.WAITING for state in self._state)
-        tasks: list[Callable[[], None]] = [self._work] * min(self._count, work)
-        if 0 < self._count < _SPARE and self._wanted and self._may_read_behind:
-            tasks.append(self._work_behind)
-        for number, task in enumerate(tasks):
-            thread = threading.Thread(target=task, name=f"weightwire-hash-{number}")
+        for number in range(min(self._count, work)):
+            thread = threading.Thread(target=self._work, name=f"weightwire-hash-{number}")
             self._threads.append(thread)
             try:
                 thread.start()
@@ -147,15 +126,14 @@ class HashPool:
         """How many threads it may use."""
         return self._count
 
-    def results(self) -> dict[int, tuple[int, bytes]]:
-        """FNV-1a 64 and SHA-256 (empty where there was no time for it) of what was hashed here, by payload."""
+    def results(self) -> dict[int, Hashes]:
+        """Both hashes of those whose BLAKE3 was wanted and which were hashed here, by payload."""
         with self._changed:
-            found = {}
-            for index, value in enumerate(self._hashes):
-                digest = self._digests.get(index, b"")
-                if value is not None and (digest or index not in self._known):
-                    found[index] = (value, digest)
-            return found
+            return {
+                index: Hashes(value, digest)
+                for index, digest in sorted(self._digests.items())
+                if (value := self._hashes[index]) is not None
+            }
 
     def hash_of(self, index: int) -> int | None:
         """The hash of payload number ``index``, if it is known by now."""
@@ -173,18 +151,17 @@ class HashPool:
                     return
             watch()
 
-    def _work(self, take: Callable[[], tuple[list[int], bool] | None] | None = None) -> None:
-        take = take or self._take
+    def _work(self) -> None:
         try:
             while True:
                 with self._changed:
-                    while (task := take()) is None:
+                    while not (indices := self._take()):
                         if self._closed:
                             return
                         self._changed.wait()
                     if self._closed:
                         return
-                self._run(*task)
+                self._run(indices)
         except _Cancelled:
             pass
         except BaseException as error:
@@ -192,102 +169,55 @@ class HashPool:
                 self._failure = self._failure or error
                 self._changed.notify_all()
 
-    def _work_behind(self) -> None:
-        """Take SHA-256 alone, in time that the CPUs have left."""
-        # Linux has a nice value for each thread (sched(7)); it may always be raised.
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
-        self._work(self._take_behind)
-
     def _stop_if_closed(self) -> None:
         if self._closed or self._failure is not None:
             raise _Cancelled
 
-    def _pressed(self) -> bool:
-        """Whether somebody had to wait for the last hash he asked for. No lock is needed to ask."""
-        return any(feed._late for feed in self._feeds)
-
-    def _take(self) -> tuple[list[int], bool] | None:
-        """Payloads to do next, and whether for both hashes; None if there is nothing to do. The lock is held."""
+    def _take(self) -> list[int]:
+        """Payloads to do next, none if there is nothing to do. The lock is held."""
         if self._closed or self._failure is not None:
-            return None
-        calm = bool(self._wanted) and _SPARE * (self._digesting + 1) <= self._count and not self._pressed()
+            return []
         for step in range(len(self._feeds)):
             feed = self._feeds[(self._turn + step) % len(self._feeds)]
-            indices = feed._take(1 if calm else self._group)
+            indices = feed._take(self._group)
             if indices:
                 self._turn += step + 1
-                both = calm and indices[0] in self._wanted
-                self._digesting += both
-                return indices, both
-        if calm and self._behind:
-            self._digesting += 1
-            return [self._behind.popleft()], True
-        return None
+                return indices
+        return []
 
-    def _take_behind(self) -> tuple[list[int], bool] | None:
-        """The next payload that is read again for its SHA-256. The lock is held."""
-        if self._closed or self._failure is not None or not self._behind or self._pressed():
-            return None
-        self._digesting += 1
-        return [self._behind.popleft()], True
-
-    def _run(self, indices: list[int], both: bool) -> None:
+    def _run(self, indices: list[int]) -> None:
         started = time.monotonic_ns()
-        digest = b""
-        if self._state[indices[0]] is _State.DONE:
-            digest = self._digest_behind(indices[0])
-            hashes = [self._hashes[indices[0]]]
-        elif both:
-            found = self._hash_one(indices[0], self._stop_if_closed, lambda: not self._pressed())
-            hashes, digest = [found.fnv1a], found.sha256
-        else:
-            hashes = [*self._hash(indices, self._stop_if_closed)]
+        found = self._hash(indices, self._stop_if_closed)
         with self._changed:
-            self._digesting -= both
             self.spent_ns += time.monotonic_ns() - started
-            for index, value in zip(indices, hashes, strict=True):
-                self._hashes[index] = value
-                self._state[index] = _State.DONE
-            if digest:
-                self._digests[indices[0]] = digest
-                self._wanted.discard(indices[0])
-            self._changed.notify_all()
+            self._note(indices, found)
 
-    def _digest_behind(self, index: int) -> bytes:
-        """SHA-256 of a payload whose hash is known, or nothing if somebody waits for another one's, or it changed."""
+    def _note(self, indices: Sequence[int], found: Sequence[Hashes]) -> None:
+        """They are done. The lock is held."""
+        for index, hashes in zip(indices, found, strict=True):
+            self._hashes[index] = hashes.fnv1a
+            self._state[index] = _State.DONE
+            if hashes.blake3:
+                self._digests[index] = hashes.blake3
+        self._changed.notify_all()
 
-        def check() -> None:
-            self._stop_if_closed()
-            if self._pressed():
-                raise _Pressed
+    def _hash(self, indices: Sequence[int], check: Watch) -> list[Hashes]:
+        if not self._plain and (len(indices) == 1 or not self._blocks.isdisjoint(indices)):
+            return [self._hash_one(index, check) for index in indices]
+        values = hash_payloads([self._payloads[index] for index in indices], check=check, plain=self._plain)
+        digests = [
+            digest_of(self._payloads[index], check) if index in self._wanted and not self._plain else b""
+            for index in indices
+        ]
+        return [Hashes(value, digest) for value, digest in zip(values, digests, strict=True)]
 
-        try:
-            found = hash_with_digest(self._payloads[index], check)
-        except _Pressed:
-            with self._changed:
-                self._behind.append(index)
-            return b""
-        return found.sha256 if found.fnv1a == self._hashes[index] else b""
-
-    def _hash(self, indices: Sequence[int], check: Watch) -> list[int]:
-        if self._blocks and not self._blocks.isdisjoint(indices):
-            return [self._hash_one(index, check, lambda: False).fnv1a for index in indices]
-        payloads = [self._payloads[index] for index in indices]
-        if self._plain:
-            return hash_payloads(payloads, check=check, plain=True)
-        return hash_payloads(payloads, check=check)
-
-    def _hash_one(self, index: int, check: Watch, digest: Callable[[], bool]) -> Hashes:
-        payload = self._payloads[index]
+    def _hash_one(self, index: int, check: Watch) -> Hashes:
+        payload, digest = self._payloads[index], index in self._wanted
         if index in self._blocks and isinstance(payload, FileRange):
-            return hash_blocks(payload, check, digest)
-        return hash_with_digest(payload, check, digest)
-
-    def _is_sent(self, index: int) -> None:
-        """Payload ``index`` is being sent, so that its bytes are in memory. The lock is held."""
-        if self._may_read_behind and index in self._wanted and index not in self._blocks and index not in self._behind:
-            self._behind.append(index)
+            return hash_blocks(payload, check, digest=digest)
+        if digest:
+            return hash_with_digest(payload, check)
+        return Hashes(hash_payloads([payload], check=check)[0], b"")
 
 
 class HashFeed:
@@ -306,7 +236,6 @@ class HashFeed:
         self._bytes = 0
         self.known = sum(index in pool._known for index in order)
         self._held: set[int] = set()
-        self._late = len(order) > 0
 
     def __len__(self) -> int:
         return len(self._order)
@@ -326,7 +255,6 @@ class HashFeed:
         pool, index = self.pool, self._order[position]
         pool.check()
         here = pool.threads == 0
-        self._late = pool._hashes[index] is None
         while (value := pool._hashes[index]) is None:
             with pool._changed:
                 self._demand = max(self._demand, position)
@@ -341,16 +269,11 @@ class HashFeed:
                 )
         return value
 
-    def release(self, position: int, *, sent: bool = False) -> None:
-        """The payload at ``position`` has been dealt with; others may be hashed in its place. ``sent`` says that it has
-        to be sent, and will be in memory for that.
-        """
-        pool, index = self.pool, self._order[position]
-        with pool._changed:
-            if sent:
-                pool._is_sent(index)
-            self._let_go(index)
-            pool._changed.notify_all()
+    def release(self, position: int) -> None:
+        """The payload at ``position`` has been dealt with; others may be hashed in its place."""
+        with self.pool._changed:
+            self._let_go(self._order[position])
+            self.pool._changed.notify_all()
 
     def leave_out(self, positions: Collection[int]) -> None:
         """Want the payloads at ``positions`` no more; those behind move up. Before the first `get`."""
@@ -361,7 +284,6 @@ class HashFeed:
             self._next = 0
             for index in gone:
                 self._let_go(index)
-            self._late = bool(self._order)
             self.pool._changed.notify_all()
 
     def close(self) -> None:
@@ -370,7 +292,6 @@ class HashFeed:
             self._next = len(self._order)
             self._held.clear()
             self._bytes = 0
-            self._late = False
             self.pool._changed.notify_all()
 
     # The lock is held in these.
@@ -413,7 +334,7 @@ class HashFeed:
                 looked = time.monotonic()
 
         try:
-            values = pool._hash(indices, check)
+            found = pool._hash(indices, check)
         except BaseException as error:
             with pool._changed:
                 for index in indices:
@@ -423,7 +344,4 @@ class HashFeed:
                 pool._changed.notify_all()
             raise
         with pool._changed:
-            for index, value in zip(indices, values, strict=True):
-                pool._hashes[index] = value
-                pool._state[index] = _State.DONE
-            pool._changed.notify_all()
+            pool._note(indices, found)

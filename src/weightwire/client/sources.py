@@ -152,10 +152,10 @@ def in_blocks(payloads: Sequence[Payload], read: str) -> frozenset[int]:
     )
 
 
-def hash_blocks(payload: FileRange, check: Callable[[], object], digest: Callable[[], bool] = lambda: False) -> Hashes:
-    """FNV-1a 64 and SHA-256 of a range of a file that is read ahead where a network is between, a block at a time.
+def hash_blocks(payload: FileRange, check: Callable[[], object], *, digest: bool) -> Hashes:
+    """FNV-1a 64 and BLAKE3 of a range of a file that is read ahead where a network is between, a block at a time.
 
-    ``digest``, ``check`` and errors are those of `hash_with_digest`.
+    ``check``, ``digest`` and errors are those of `hash_with_digest`.
     """
     sources = Sources([payload])
     asked = -BLOCK
@@ -166,4 +166,4 @@ def hash_blocks(payload: FileRange, check: Callable[[], object], digest: Callabl
             asked = position
             sources.ahead(0, position)
 
-    return hash_with_digest(payload, check, digest, ahead=ahead)
+    return hash_with_digest(payload, check, digest=digest, ahead=ahead)

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 _APPLICATION: Final = 0x77777869
 """SQLite's application_id of an index: "wwxi"."""
 
-_VERSION: Final = 1
+_VERSION: Final = 2
 _MAGIC: Final = b"SQLite format 3\0"
 _POLL: Final = 0.1
 """Seconds that SQLite waits for a lock by itself; longer waits are ours, where Ctrl-C is heard."""
@@ -35,11 +35,12 @@ _SCHEMA: Final = (
     " seen INTEGER NOT NULL, UNIQUE (device, inode))",
     "CREATE INDEX files_by_path ON files (path)",
     "CREATE TABLE hashes (file INTEGER NOT NULL, offset INTEGER NOT NULL, nbytes INTEGER NOT NULL,"
-    " fnv1a INTEGER NOT NULL, sha256 BLOB NOT NULL, tensor BLOB NOT NULL, seal BLOB NOT NULL,"
+    " fnv1a INTEGER NOT NULL, blake3 BLOB NOT NULL, tensor BLOB NOT NULL, seal BLOB NOT NULL,"
     " PRIMARY KEY (file, offset, nbytes)) WITHOUT ROWID",
     f"PRAGMA application_id = {_APPLICATION}",
     f"PRAGMA user_version = {_VERSION}",
 )
+_CLEARING: Final = ("DROP TABLE IF EXISTS hashes", "DROP TABLE IF EXISTS files")
 
 
 class Unusable(Exception):
@@ -80,7 +81,8 @@ def _check(connection: sqlite3.Connection) -> None:
     connection.execute("BEGIN IMMEDIATE")
     try:
         if not _made(connection):  # another process may have been first
-            for statement in _SCHEMA:
+            # What an earlier form knew lacks something: it is found out again.
+            for statement in (*_CLEARING, *_SCHEMA):
                 connection.execute(statement)
         connection.execute("COMMIT")
     except BaseException:
@@ -89,11 +91,13 @@ def _check(connection: sqlite3.Connection) -> None:
 
 
 def _made(connection: sqlite3.Connection) -> bool:
-    """Whether the tables are there. Unusable if other ones are."""
+    """Whether the tables are there, in this form. Unusable if other ones are."""
     application = connection.execute("PRAGMA application_id").fetchone()[0]
     version = connection.execute("PRAGMA user_version").fetchone()[0]
     if application == _APPLICATION and version == _VERSION:
         return True
+    if application == _APPLICATION and 0 < version < _VERSION:
+        return False
     if application == _APPLICATION:
         raise Unusable(f"it has the form {version} of another weightwire; this one knows form {_VERSION}")
     if application or version or connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:

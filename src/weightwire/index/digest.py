@@ -1,11 +1,12 @@
-"""FNV-1a 64 and SHA-256 of the same bytes in one pass."""
+"""FNV-1a 64 and BLAKE3 of the same bytes in one pass."""
 
 from __future__ import annotations
 
-import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Final, NamedTuple
+
+from blake3 import blake3
 
 from weightwire.hashing import FNV_OFFSET, fnv1a64
 from weightwire.model.reading import read_range
@@ -14,9 +15,11 @@ from weightwire.ranges import FileRange
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["Hashes", "hash_with_digest"]
+__all__ = ["DIGEST_BYTES", "Hashes", "digest_of", "hash_with_digest"]
 
-_WINDOW: Final = 1 << 20
+DIGEST_BYTES: Final = 32
+
+_WINDOW: Final = 512 << 10
 """Bytes hashed both ways before the next are read: they stay in the CPU's cache meanwhile."""
 
 _CHECK_BYTES: Final = 32 << 20
@@ -24,64 +27,66 @@ _CHECK_SECONDS: Final = 0.1
 
 
 class Hashes(NamedTuple):
-    """``fnv1a`` is the 64-bit name in a tensor cache, ``sha256`` (32 bytes) what the content really is; it is empty
-    where nobody had time to compute it.
+    """``fnv1a`` is the 64-bit name in a tensor cache, ``blake3`` (32 bytes) tells what the content really is; it is
+    empty where it was not wanted, and such hashes are no entry of an index.
     """
 
     fnv1a: int
-    sha256: bytes
+    blake3: bytes
 
 
 def hash_with_digest(
     payload: Buffer | FileRange,
     check: Callable[[], object] | None = None,
-    digest: Callable[[], bool] | None = None,
     *,
+    digest: bool = True,
     ahead: Callable[[int], object] | None = None,
 ) -> Hashes:
-    """FNV-1a 64 and SHA-256 of a buffer, or of a range of a file, read once with ``preadv(2)`` in windows of 1 MiB.
+    """FNV-1a 64 and BLAKE3 of a buffer, or of a range of a file, read once with ``preadv(2)`` in windows of 512 KiB.
 
     The GIL is free while bytes are read and hashed. ``check`` is called on this thread about every 32 MiB or 0.1 s;
-    what it raises ends the hashing and is passed on. Where ``digest`` is given it is asked before each window, and once
-    it says False the SHA-256 is given up and left empty. ``ahead`` is called with the position of each window before
-    that is read. Raises ModelError for a file that has become too short or cannot be read, TypeError for what is no
-    buffer.
+    what it raises ends the hashing and is passed on. Without ``digest`` there is no BLAKE3. ``ahead`` is called with
+    the position of each window before that is read. Raises ModelError for a file that has become too short or cannot
+    be read, TypeError for what is no buffer.
     """
-    fnv, sha = FNV_OFFSET, hashlib.sha256()
-    wanted = True
-
-    def update(data: memoryview) -> None:
-        nonlocal fnv, wanted
+    fnv, strong = FNV_OFFSET, blake3()
+    for data in _windows(payload, check, ahead):
         fnv = fnv1a64(data, fnv)
-        wanted = wanted and (digest is None or digest())
-        if wanted:
-            sha.update(data)
-
-    if not isinstance(payload, FileRange):
-        with memoryview(payload) as whole, whole.cast("B") as view:
-            _in_windows(view.nbytes, lambda start, size: view[start : start + size], update, check)
-        return Hashes(fnv, sha.digest() if wanted else b"")
-    window = memoryview(bytearray(min(payload.nbytes, _WINDOW)))
-
-    def piece(start: int, size: int) -> memoryview:
-        if ahead is not None:
-            ahead(start)
-        return read_range(payload, start, window[:size])
-
-    _in_windows(payload.nbytes, piece, update, check)
-    return Hashes(fnv, sha.digest() if wanted else b"")
+        if digest:
+            strong.update(data)
+    return Hashes(fnv, strong.digest() if digest else b"")
 
 
-def _in_windows(
-    nbytes: int,
-    piece: Callable[[int, int], memoryview],
-    update: Callable[[memoryview], object],
-    check: Callable[[], object] | None,
-) -> None:
+def digest_of(payload: Buffer | FileRange, check: Callable[[], object] | None = None) -> bytes:
+    """BLAKE3 alone (32 bytes), otherwise as `hash_with_digest`."""
+    strong = blake3()
+    for data in _windows(payload, check, None):
+        strong.update(data)
+    return strong.digest()
+
+
+def _windows(
+    payload: Buffer | FileRange, check: Callable[[], object] | None, ahead: Callable[[int], object] | None
+) -> Iterator[memoryview]:
+    """The bytes, in order; each window is good until the next is asked for."""
+    if isinstance(payload, FileRange):
+        window = memoryview(bytearray(min(payload.nbytes, _WINDOW)))
+        nbytes = payload.nbytes
+    else:
+        window = memoryview(payload).cast("B")
+        nbytes = window.nbytes
     checked, at = time.monotonic(), 0
-    for start in range(0, nbytes, _WINDOW):
-        with piece(start, min(_WINDOW, nbytes - start)) as data:
-            update(data)
-        if check is not None and (start - at >= _CHECK_BYTES or time.monotonic() - checked >= _CHECK_SECONDS):
-            check()
-            checked, at = time.monotonic(), start
+    with window:
+        for start in range(0, nbytes, _WINDOW):
+            size = min(_WINDOW, nbytes - start)
+            if isinstance(payload, FileRange):
+                if ahead is not None:
+                    ahead(start)
+                with window[:size] as data:
+                    yield read_range(payload, start, data)
+            else:
+                with window[start : start + size] as data:
+                    yield data
+            if check is not None and (start - at >= _CHECK_BYTES or time.monotonic() - checked >= _CHECK_SECONDS):
+                check()
+                checked, at = time.monotonic(), start

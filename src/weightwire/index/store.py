@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import os
 import struct
@@ -13,9 +12,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
+from blake3 import blake3
+
 from weightwire.errors import ConfigError
 from weightwire.index import database
-from weightwire.index.digest import Hashes
+from weightwire.index.digest import DIGEST_BYTES, Hashes
 from weightwire.index.identity import FileIdentity, identity_of
 from weightwire.model.mapped import written_through_mappings
 
@@ -44,12 +45,12 @@ _MOST_ROWS: Final = 250_000
 
 
 class Owner(NamedTuple):
-    """A tensor that was seen to have some hash: its file's path, its name, its size and SHA-256 (32 bytes, or none)."""
+    """A tensor that was seen to have some hash: its file's path, its name, its size and BLAKE3 (32 bytes)."""
 
     path: str
     tensor: str
     nbytes: int
-    sha256: bytes
+    blake3: bytes
 
 
 def default_index_path() -> Path | None:
@@ -146,15 +147,14 @@ class HashIndex:
 
         ``identities`` gives for each ``fd`` what `identity_of` said *before* the bytes were read. Nothing is stored for
         a file that is another now, or that had been changed so shortly before (2 s) that a further write might not
-        show, nor for what `find` would not look for. What was known of an earlier content of the file, or of an earlier
-        file of its path, is dropped. A SHA-256 that is known already is kept where an entry has the same FNV-1a 64 and
-        none.
+        show, nor for what `find` would not look for, nor for hashes without a BLAKE3. What was known of an earlier
+        content of the file, or of an earlier file of its path, is dropped.
         """
         if not self._usable():
             return 0
         files: dict[int, list[tuple[FileRange, str, Hashes]]] = {}
         for entry in entries:
-            if entry[0].dated:
+            if entry[0].dated and len(entry[2].blake3) == DIGEST_BYTES:
                 files.setdefault(entry[0].fd, []).append(entry)
         dated = _dated(of[0][0] for of in files.values())
         sound = {
@@ -310,17 +310,17 @@ def _key(identity: FileIdentity) -> tuple[int, ...]:
     return tuple(_signed(value) for value in identity[:5])
 
 
-def _seal(key: Sequence[int], offset: int, nbytes: int, fnv1a: int, sha256: bytes) -> bytes:
+def _seal(key: Sequence[int], offset: int, nbytes: int, fnv1a: int, digest: bytes) -> bytes:
     """A checksum over a row and the file it belongs to: SQLite would not notice a flipped bit, and a wrong hash would
     have a server take other bytes for the tensor's.
     """
-    return hashlib.sha256(struct.pack("<8q", *key, offset, nbytes, fnv1a) + sha256).digest()[:8]
+    return blake3(struct.pack("<8q", *key, offset, nbytes, fnv1a) + digest).digest(length=8)
 
 
-def _sealed(key: Sequence[int], offset: int, nbytes: int, fnv1a: int, sha256: bytes, seal: object) -> bool:
+def _sealed(key: Sequence[int], offset: int, nbytes: int, fnv1a: int, digest: bytes, seal: object) -> bool:
     """Whether a row is what was written, down to the types of its columns."""
     try:
-        return len(sha256) in (0, 32) and seal == _seal(key, offset, nbytes, fnv1a, sha256)
+        return len(digest) == DIGEST_BYTES and seal == _seal(key, offset, nbytes, fnv1a, digest)
     except (struct.error, TypeError):
         return False
 
@@ -334,15 +334,15 @@ def _rows(
     now = int(time.time())
     for fd, identity in identities.items():
         key = _key(identity)
-        for file, seen, offset, nbytes, fnv1a, sha256, seal in connection.execute(
-            "SELECT id, seen, offset, nbytes, fnv1a, sha256, seal FROM files JOIN hashes ON file = id"
+        for file, seen, offset, nbytes, fnv1a, digest, seal in connection.execute(
+            "SELECT id, seen, offset, nbytes, fnv1a, blake3, seal FROM files JOIN hashes ON file = id"
             " WHERE device = ? AND inode = ? AND size = ? AND mtime_ns = ? AND ctime_ns = ?",
             key,
         ):
             if abs(now - seen) > _DAY:
                 old.add(file)
-            if _sealed(key, offset, nbytes, fnv1a, sha256, seal):
-                rows[fd, offset, nbytes] = Hashes(fnv1a & (1 << 64) - 1, sha256)
+            if _sealed(key, offset, nbytes, fnv1a, digest, seal):
+                rows[fd, offset, nbytes] = Hashes(fnv1a & (1 << 64) - 1, digest)
     return rows, sorted(old)
 
 
@@ -390,23 +390,11 @@ def _store(
     rows = []
     for each, tensor, hashes in entries:
         fnv1a = _signed(hashes.fnv1a)
-        sha256 = hashes.sha256 or _digest_known(connection, file, key, each, fnv1a)
-        seal = _seal(key, each.offset, each.nbytes, fnv1a, sha256)
+        seal = _seal(key, each.offset, each.nbytes, fnv1a, hashes.blake3)
         name = tensor.encode("utf-8", "surrogatepass")
-        rows.append((file, each.offset, each.nbytes, fnv1a, sha256, name, seal))
+        rows.append((file, each.offset, each.nbytes, fnv1a, hashes.blake3, name, seal))
     connection.executemany("INSERT OR REPLACE INTO hashes VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
     return len(rows)
-
-
-def _digest_known(
-    connection: sqlite3.Connection, file: int | None, key: Sequence[int], each: FileRange, fnv1a: int
-) -> bytes:
-    """The SHA-256 of a sound row of that range with that FNV-1a 64; empty if there is none."""
-    row = connection.execute(
-        "SELECT sha256, seal FROM hashes WHERE file = ? AND offset = ? AND nbytes = ? AND fnv1a = ?",
-        (file, each.offset, each.nbytes, fnv1a),
-    ).fetchone()
-    return row[0] if row is not None and _sealed(key, each.offset, each.nbytes, fnv1a, *row) else b""
 
 
 def _drop(connection: sqlite3.Connection, files: Iterable[int]) -> None:
@@ -431,12 +419,12 @@ def _bound(connection: sqlite3.Connection, now: int) -> None:
 def _owners(connection: sqlite3.Connection) -> dict[int, list[Owner]]:
     owners: dict[int, list[Owner]] = {}
     for path, tensor, *row in connection.execute(
-        "SELECT path, tensor, device, inode, size, mtime_ns, ctime_ns, offset, nbytes, fnv1a, sha256, seal"
+        "SELECT path, tensor, device, inode, size, mtime_ns, ctime_ns, offset, nbytes, fnv1a, blake3, seal"
         " FROM files JOIN hashes ON file = id ORDER BY path, offset"
     ):
-        key, (offset, nbytes, fnv1a, sha256, seal) = row[:5], row[5:]
-        if _sealed(key, offset, nbytes, fnv1a, sha256, seal):
-            owner = Owner(os.fsdecode(path), _name(tensor), nbytes, sha256)
+        key, (offset, nbytes, fnv1a, digest, seal) = row[:5], row[5:]
+        if _sealed(key, offset, nbytes, fnv1a, digest, seal):
+            owner = Owner(os.fsdecode(path), _name(tensor), nbytes, digest)
             owners.setdefault(fnv1a & (1 << 64) - 1, []).append(owner)
     return owners
 

@@ -174,19 +174,19 @@ def test_one_that_goes_meanwhile_is_nothing(directory: Path, monkeypatch: pytest
 
 def test_one_that_is_written_to_meanwhile_is_read_again(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a stock server fills one: what was read of a half says nothing."""
-    real = check._hash
+    real = check.hash_with_digest
     whole = DATA["t0"]
     (directory / FIRST).write_bytes(whole[:100])
     calls: list[int] = []
 
-    def then_finish(content: Any, *rest: Any) -> Any:
-        hashes = real(content, *rest)
+    def then_finish(content: Any, *rest: Any, **options: Any) -> Any:
+        hashes = real(content, *rest, **options)
         if content.path.endswith(FIRST):
             calls.append(content.nbytes)
             (directory / FIRST).write_bytes(whole)
         return hashes
 
-    monkeypatch.setattr(check, "_hash", then_finish)
+    monkeypatch.setattr(check, "hash_with_digest", then_finish)
     report = verify_cache(directory, threads=0, bad="remove", index=False)
     assert report.bad == ()
     assert calls[:2] == [100, 5000]
@@ -194,16 +194,16 @@ def test_one_that_is_written_to_meanwhile_is_read_again(directory: Path, monkeyp
 
 
 def test_one_that_does_not_stop_changing(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = check._hash
+    real = check.hash_with_digest
 
-    def then_grow(content: Any, *rest: Any) -> Any:
-        hashes = real(content, *rest)
+    def then_grow(content: Any, *rest: Any, **options: Any) -> Any:
+        hashes = real(content, *rest, **options)
         if content.path.endswith(FIRST):
             with open(directory / FIRST, "ab") as file:
                 file.write(b"more")
         return hashes
 
-    monkeypatch.setattr(check, "_hash", then_grow)
+    monkeypatch.setattr(check, "hash_with_digest", then_grow)
     report = verify_cache(directory, bad="remove", index=False)
     assert (report.bad, report.changing, report.entries) == ((), (FIRST,), 3)
     assert (directory / FIRST).exists()
@@ -262,15 +262,15 @@ def test_the_index_knows_more(tmp_path: Path, index: HashIndex) -> None:
 def test_a_collision(tmp_path: Path, index: HashIndex, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = tmp_path / "seeded"
     seed(write_model(tmp_path / "model.safetensors", DATA), directory, index=index)
-    # No two contents with one FNV-1a are at hand: the index says that the tensor's SHA-256 was another.
+    # No two contents with one FNV-1a are at hand: the index says that the tensor's BLAKE3 was another.
     owners = {
-        value: [owner._replace(sha256=bytes(32)) if owner.tensor == "t0" else owner for owner in found]
+        value: [owner._replace(blake3=bytes(32)) if owner.tensor == "t0" else owner for owner in found]
         for value, found in index.owners().items()
     }
     monkeypatch.setattr(index, "owners", lambda: owners)
     (found,) = verify_cache(directory, index=index, bad="quarantine").bad
     assert (found.name, found.kind, found.action) == (FIRST, "collision", "quarantined")
-    assert "SHA-256" in found.reason
+    assert "BLAKE3" in found.reason
     assert FIRST not in os.listdir(directory)
 
 
@@ -291,15 +291,3 @@ def test_an_interrupt_ends_it(directory: Path, no_leaks: object) -> None:
         with pytest.raises(KeyboardInterrupt):
             verify_cache(directory, threads=threads, index=False, progress=interrupt)
     assert files_in(directory) == entries_of(*DATA.values())
-
-
-@pytest.mark.usefixtures("small_threshold")
-def test_an_index_without_digests_says_nothing_of_collisions(
-    tmp_path: Path, index: HashIndex, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    directory = tmp_path / "seeded"
-    seed(write_model(tmp_path / "model.safetensors", DATA), directory, index=index)
-    owners = {value: [owner._replace(sha256=b"") for owner in found] for value, found in index.owners().items()}
-    monkeypatch.setattr(index, "owners", lambda: owners)
-    report = verify_cache(directory, index=index)
-    assert (report.bad, report.digests) == ((), 0)

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from blake3 import blake3
 from support.cachedir import contents, entries_of, files_in, name_of, write_model
 
 import weightwire
@@ -154,9 +155,9 @@ def reads_of(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         sizes.extend(payload.nbytes for payload in payloads)
         return plain(payloads, **options)
 
-    def hash_with_digest(payload: Any, check: Any) -> Any:
+    def hash_with_digest(payload: Any, *rest: Any, **options: Any) -> Any:
         sizes.append(payload.nbytes)
-        return both(payload, check)
+        return both(payload, *rest, **options)
 
     monkeypatch.setattr(seeding, "hash_payloads", hash_payloads)
     monkeypatch.setattr(seeding, "hash_with_digest", hash_with_digest)
@@ -355,7 +356,7 @@ def test_a_worker_that_fails_ends_it(
     def fail(*_: object, **__: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(seeding, "hash_payloads", fail)
+    monkeypatch.setattr(seeding, "hash_with_digest", fail)
     with pytest.raises(MemoryError):
         seed(model, directory, threads=2, index=False)
     assert files_in(directory) == {}
@@ -465,14 +466,31 @@ def test_a_tensor_is_looked_for_among_entries_of_its_size_that_are_nobody_elses(
     assert files_in(directory) == expected(equal)
 
 
-def test_a_digest_that_a_push_left_out_is_added(model: Path, directory: Path, index: HashIndex) -> None:
-    with weightwire.open_model(model) as opened:
-        payloads = {name: t.payload for name, t in opened.tensors.items() if t.nbytes > 1000}
-        ranges = [each for each in payloads.values() if isinstance(each, FileRange)]
-        identities = {ranges[0].fd: identity_of(ranges[0].fd)}
-        values = [Hashes(weightwire.hashing.hash_payload(each), b"") for each in ranges]
-        assert index.record(zip(ranges, payloads, values, strict=True), identities) == len(ranges)
+def test_the_index_learns_both_hashes(
+    model: Path, directory: Path, index: HashIndex, tensors: dict[str, bytes]
+) -> None:
+    """Whether an entry was written, or was there and had to be read."""
+    large = {name: data for name, data in tensors.items() if len(data) > 1000}
+    expected = {name: Hashes(weightwire.fnv1a64(data), blake3(data).digest()) for name, data in large.items()}
+    for _ in ("written", "there"):
         seed(model, directory, index=index)
-        found = index.find(ranges)
-    assert [each and each.fnv1a for each in found] == [each.fnv1a for each in values]
-    assert all(each and len(each.sha256) == 32 for each in found)
+        with weightwire.open_model(model) as opened:
+            ranges = {name: opened.tensors[name].payload for name in large}
+            found = index.find([each for each in ranges.values() if isinstance(each, FileRange)])
+        assert dict(zip(ranges, found, strict=True)) == expected
+        assert index.path is not None
+        index.close()
+        index.path.unlink()
+
+
+def test_what_the_index_said_wrongly_of_a_content_is_put_right(
+    model: Path, directory: Path, index: HashIndex, tensors: dict[str, bytes]
+) -> None:
+    """The FNV-1a 64 was right, and its BLAKE3 not: as if another content of the same hash had been there before."""
+    with weightwire.open_model(model) as opened:
+        payload = opened.tensors["t3"].payload
+        assert isinstance(payload, FileRange)
+        wrong = Hashes(weightwire.fnv1a64(tensors["t3"]), bytes(32))
+        assert index.record([(payload, "t3", wrong)], {payload.fd: identity_of(payload.fd)}) == 1
+        seed(model, directory, index=index)
+        assert index.find([payload]) == [wrong._replace(blake3=blake3(tensors["t3"]).digest())]

@@ -53,13 +53,18 @@ def servers(tmp_path: Path) -> Iterator[list[weightwire.Server]]:
 def hashed(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
     """How often the range at each offset was hashed."""
     count: Counter[int] = Counter()
-    right = hashpool.hash_payloads
+    right, both = hashpool.hash_payloads, hashpool.hash_with_digest
 
     def counting(payloads, **options):
         count.update(payload.offset for payload in payloads)
         return right(payloads, **options)
 
+    def counting_both(payload, *rest):
+        count.update([payload.offset])
+        return both(payload, *rest)
+
     monkeypatch.setattr(hashpool, "hash_payloads", counting)
+    monkeypatch.setattr(hashpool, "hash_with_digest", counting_both)
     return count
 
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import hashlib
 import os
 import threading
 import time
@@ -8,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from blake3 import blake3
 from support.leaks import LeakCheck, eventually
 
 from weightwire.client import hashpool
@@ -166,154 +166,65 @@ def test_what_is_known_is_not_read(threads: int, no_leaks: LeakCheck) -> None:
     pool.start()
     assert feed.get(0, nothing) == 77
     assert feed.get(1, nothing) == fnv1a64(b"abc")
-    assert pool.results() == {1: (fnv1a64(b"abc"), b"")}
+    assert pool.results() == {}
     pool.close()
 
 
-class Passes:
-    """Notes which payloads (by their first bytes) were hashed with a digest, and holds each until it is let through."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.begun: list[int] = []
-        self.reached = threading.Semaphore(0)
-        self.go = threading.Semaphore(0)
-        self._right = hashpool.hash_with_digest
-        monkeypatch.setattr(hashpool, "hash_with_digest", self.hash)
-
-    def hash(
-        self, payload: memoryview, check: Callable[[], object], digest: Callable[[], bool] = lambda: True
-    ) -> Hashes:
-        self.begun.append(payload[0])
-        self.reached.release()
-        while digest() and not self.go.acquire(timeout=0.01):
-            check()
-        return self._right(payload, check, digest)
+def both_of(payload: memoryview) -> Hashes:
+    return Hashes(fnv1a64(payload), blake3(payload).digest())
 
 
-def both_of(payload: memoryview) -> tuple[int, bytes]:
-    return fnv1a64(payload), hashlib.sha256(payload).digest()
-
-
-def numbered(count: int, size: int = 100) -> list[memoryview]:
-    return [memoryview(bytes([number]) * size) for number in range(count)]
-
-
-def test_both_hashes_come_of_one_pass_where_nobody_waits(monkeypatch: pytest.MonkeyPatch, no_leaks: LeakCheck) -> None:
-    passes = Passes(monkeypatch)
-    passes.go.release(99)
-    payloads = numbered(4)
-    pool = HashPool(payloads, threads=4, digest=[1, 2, 3])
-    feed = pool.feed(range(4), 200)
-    pool.start()
-    assert eventually(lambda: pool.hash_of(1) is not None)
-    assert passes.begun == [], "as long as nobody has come it is urgent"
-    feed.get(0, nothing)
-    feed.release(0)
-    assert eventually(lambda: pool.hash_of(2) is not None)
-    feed.get(1, nothing)
-    feed.release(1)
-    assert eventually(lambda: pool.hash_of(3) is not None)
-    assert passes.begun == [2, 3]
-    assert pool.results() == {
-        **{at: (fnv1a64(payloads[at]), b"") for at in (0, 1)}, **{at: both_of(payloads[at]) for at in (2, 3)}
-    }  # fmt: skip
-    pool.close()
-
-
-def test_a_pass_goes_on_without_the_digest_once_somebody_waits(
-    monkeypatch: pytest.MonkeyPatch, no_leaks: LeakCheck
+@threads
+@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize("blocks", [frozenset(), frozenset([2, 5])], ids=["no blocks", "blocks"])
+def test_both_hashes_come_of_those_that_want_them(
+    threads: int, group: int, blocks: frozenset[int], tmp_path: Path, no_leaks: LeakCheck
 ) -> None:
-    passes = Passes(monkeypatch)
-    payloads = numbered(4)
-    pool = HashPool(payloads, threads=4, digest=range(4))
-    feed = pool.feed(range(4), 200)
-    pool.start()
-    assert eventually(lambda: pool.hash_of(1) is not None)
-    assert feed.get(0, nothing) == fnv1a64(payloads[0])
-    feed.release(0)
-    assert passes.reached.acquire(timeout=20)
-    assert feed.get(2, nothing) == fnv1a64(payloads[2]), "though its pass was held"
-    assert feed.get(3, nothing) == fnv1a64(payloads[3])
-    pool.close()
-    assert passes.begun == [2], "the last was urgent"
-    assert pool.results() == {at: (fnv1a64(payloads[at]), b"") for at in range(4)}
+    """However the payloads are hashed, and whether they are memory or parts of a file."""
+    contents = random_payloads(7, 100_000)
+    (tmp_path / "file").write_bytes(b"".join(contents))
+    with open(tmp_path / "file", "rb") as file:
+        starts = [sum(map(len, contents[:at])) for at in range(7)]
+        ranges = [FileRange(file.fileno(), start, len(data)) for start, data in zip(starts, contents, strict=True)]
+        payloads: list[FileRange | memoryview] = [*contents[:1], *ranges[1:6], *contents[6:]]
+        pool = HashPool(payloads, threads=threads, digest=[0, 1, 2, 4], group=group, blocks=blocks)
+        feed = pool.feed(range(7), MANY)
+        pool.start()
+        for at in range(7):
+            assert feed.get(at, nothing) == fnv1a64(contents[at])
+            feed.release(at)
+        pool.close()
+    assert pool.results() == {at: both_of(contents[at]) for at in (0, 1, 2, 4)}
 
 
-def test_few_threads_leave_digests_to_one_that_gives_way(monkeypatch: pytest.MonkeyPatch, no_leaks: LeakCheck) -> None:
-    """Hashing and sending never share the CPUs with a SHA-256 there, unless they leave some."""
-    passes = Passes(monkeypatch)
-    passes.go.release(99)
-    payloads = numbered(6)
-    pool = HashPool(payloads, threads=2, digest=range(6))
-    feed = pool.feed(range(6), MANY)
-    pool.start()
-    assert eventually(lambda: pool.hash_of(5) is not None)
-    nice = sorted(os.getpriority(os.PRIO_PROCESS, thread.native_id or 0) for thread in pool._threads)
-    assert nice == [nice[0], nice[0], 19]
-    assert passes.begun == []
-    for at in range(6):
-        feed.get(at, nothing)
-        feed.release(at, sent=True)
-    assert eventually(lambda: all(digest for _, digest in pool.results().values()))
-    assert pool.results() == {at: both_of(payloads[at]) for at in range(6)}
-    pool.close()
-
-
-@pytest.mark.parametrize("behind", [True, False])
-def test_what_is_sent_is_read_for_its_digest_meanwhile(
-    behind: bool, monkeypatch: pytest.MonkeyPatch, no_leaks: LeakCheck
-) -> None:
-    """What the server has is not: number 1, here. Number 3 had its hash beforehand."""
-    passes = Passes(monkeypatch)
-    passes.go.release(99)
-    payloads = numbered(4)
-    pool = HashPool(payloads, threads=1, digest=range(4), known={3: fnv1a64(payloads[3])}, behind=behind)
-    feed = pool.feed(range(4), MANY)
-    pool.start()
-    assert eventually(lambda: pool.hash_of(2) is not None)
-    for at in range(4):
-        feed.get(at, nothing)
-        feed.release(at, sent=at != 1)
-    if behind:
-        assert eventually(lambda: len([1 for _, digest in pool.results().values() if digest]) == 3)
-    pool.close()
-    assert passes.begun == ([0, 2, 3] if behind else [])
-    plain = {at: (fnv1a64(payloads[at]), b"") for at in range(3)}
-    assert pool.results() == {**plain, **({at: both_of(payloads[at]) for at in (0, 2, 3)} if behind else {})}
-
-
-def test_a_digest_behind_gives_way_and_comes_later(monkeypatch: pytest.MonkeyPatch, no_leaks: LeakCheck) -> None:
-    passes = Passes(monkeypatch)
-    payloads = numbered(3)
-    pool = HashPool(payloads, threads=1, digest=[0])
-    feed = pool.feed(range(3), 200)
-    pool.start()
-    assert eventually(lambda: pool.hash_of(1) is not None)
-    feed.get(0, nothing)
-    with pool._changed:  # before there is room for another one
-        pool._is_sent(0)
-        pool._changed.notify_all()
-    assert passes.reached.acquire(timeout=20)
-    feed.release(0)
-    assert feed.get(2, nothing) == fnv1a64(payloads[2])
-    passes.go.release(99)
-    assert feed.get(2, nothing) == fnv1a64(payloads[2])
-    feed.release(2)
-    assert eventually(lambda: pool.results()[0] == both_of(payloads[0]))
-    pool.close()
-
-
-def test_in_line_nobody_waits_for_a_digest(monkeypatch: pytest.MonkeyPatch) -> None:
-    passes = Passes(monkeypatch)
-    payloads = numbered(3)
-    pool = HashPool(payloads, threads=0, digest=range(3))
+def test_the_plain_way_takes_no_digest() -> None:
+    payloads = random_payloads(3)
+    pool = HashPool(payloads, threads=0, digest=range(3), plain=True)
     feed = pool.feed(range(3), MANY)
     pool.start()
-    for at in range(3):
-        assert feed.get(at, nothing) == fnv1a64(payloads[at])
-        feed.release(at, sent=True)
+    assert [feed.get(at, nothing) for at in range(3)] == [fnv1a64(each) for each in payloads]
     pool.close()
-    assert passes.begun == []
+    assert pool.results() == {}
+
+
+@pytest.mark.parametrize("group", [1, 4])
+def test_a_group_that_is_given_up_is_hashed_by_the_next_who_asks(group: int, no_leaks: LeakCheck) -> None:
+    payloads = [memoryview(bytes([at]) * (64 << 20)) for at in range(2)]
+    pool = HashPool(payloads, threads=0, digest=[0, 1], group=group)
+    feed = pool.feed(range(2), MANY)
+    pool.start()
+
+    def stop() -> None:
+        raise Stop
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hashpool, "_LOOK", 0)
+        with pytest.raises(Stop):
+            feed.get(0, stop)
+    assert pool.results() == {}
+    assert [feed.get(at, nothing) for at in range(2)] == [fnv1a64(each) for each in payloads]
+    pool.close()
+    assert pool.results() == {at: both_of(payloads[at]) for at in range(2)}
 
 
 @threads

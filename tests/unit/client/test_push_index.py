@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import threading
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
+from blake3 import blake3
 from support import raw_gguf
-from support.leaks import LeakCheck, eventually
+from support.leaks import LeakCheck
 from support.scripted import ScriptedServer, StandIn
 
 from weightwire import connect, fnv1a64, open_model
@@ -60,50 +60,14 @@ def push(model: Any, server: StandIn | None = None, **options: Any) -> PushSumma
         return connection.push(model, **options).summary
 
 
-def sha256(data: bytes) -> bytes:
-    return hashlib.sha256(data).digest()
+def hashes_of(seed: int) -> Hashes:
+    return Hashes(fnv1a64(content(seed)), blake3(content(seed)).digest())
 
 
 def found_in(index: Path, model: Path) -> list[Hashes | None]:
     """What the index has of the tensors of the model."""
     with open_model(model) as opened, HashIndex(index) as known:
         return known.find([t.payload for t in opened.tensors.values() if isinstance(t.payload, FileRange)])
-
-
-class Patient(StandIn):
-    """Takes the last tensor in when the index could have so many digests: the push has read what was sent before."""
-
-    def __init__(self, index: Path, digests: int) -> None:
-        super().__init__(flags=1)
-        self.digests = digests
-        self.taken = 0
-
-    def _store(self, tensor: bytes, offset: int, data: bytes) -> None:
-        super()._store(tensor, offset, data)
-        self.taken += len(data) == LARGE
-        if self.taken == 3:
-            self.taken = 0
-            assert eventually(lambda: len(Noted.digests) >= self.digests)
-
-
-class Noted:
-    """The SHA-256 that were computed."""
-
-    digests: ClassVar[list[bytes]] = []
-
-
-@pytest.fixture(autouse=True)
-def noted(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = hashpool.hash_with_digest
-    Noted.digests.clear()
-
-    def noting(*args: Any, **options: Any) -> Hashes:
-        found = right(*args, **options)
-        if found.sha256:
-            Noted.digests.append(found.sha256)
-        return found
-
-    monkeypatch.setattr(hashpool, "hash_with_digest", noting)
 
 
 def rows(index: Path) -> dict[int, list[str]]:
@@ -134,23 +98,18 @@ def test_a_warm_push_reads_no_tensor(probe: bool, threads: int, model: Path, ind
 def test_it_learns_what_was_pushed(model: Path, index: Path) -> None:
     assert push(model, index=index).misses == 3
     assert rows(index) == {fnv1a64(content(seed)): [f"t{seed - 1}"] for seed in (1, 2, 3)}
-    found = found_in(index, model)
-    assert [each and each.fnv1a for each in found] == [*(fnv1a64(content(seed)) for seed in (1, 2, 3)), None]
-    assert all(each.sha256 in (b"", sha256(content(seed))) for seed, each in enumerate(found[:3], 1) if each)
+    assert found_in(index, model) == [*(hashes_of(seed) for seed in (1, 2, 3)), None]
 
 
-def test_digests_are_learned_while_others_are_sent(model: Path, index: Path) -> None:
-    """The server takes its time, so that there is some; what has been learned is not lost by a hurried push."""
-    push(model, Patient(index, 2), index=index, threads=1)
-    done = [each for each in found_in(index, model) if each is not None and each.sha256]
-    assert len(done) >= 2
-    assert push(model, index=index, threads=0).hashes_known == 3
-    kept = found_in(index, model)
-    assert all(each in kept for each in done)
-    assert all(each.sha256 == sha256(content(at)) for at, each in enumerate(kept[:3], 1) if each and each.sha256)
+@pytest.mark.parametrize("options", [{"threads": 0}, {"threads": 2}, {"read": "read"}, {"drop_behind": True}], ids=str)
+def test_both_hashes_are_learned_however_it_is_read(options: dict[str, Any], model: Path, index: Path) -> None:
+    """Of what the server had, and of what was sent."""
+    summary = push(model, StandIn(flags=1, cache=cache_of(1)), index=index, **options)
+    assert (summary.hits, summary.misses) == (1, 2)
+    assert found_in(index, model) == [*(hashes_of(seed) for seed in (1, 2, 3)), None]
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", [0, 1, 2])
 def test_no_tensor_that_the_server_has_is_read_twice(threads: int, model: Path, index: Path) -> None:
     before = bytes_read()
     summary = push(model, StandIn(flags=1, cache=cache_of(1, 2, 3)), index=index, threads=threads)

@@ -62,13 +62,13 @@ def model(contents: dict[str, bytes], tmp_path_factory: pytest.TempPathFactory) 
 
 def traffic(model: object, cache: dict[int, bytes], monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[Any]:
     """What a server with that cache is sent. Hashing takes times that differ from run to run."""
-    real = hashpool.hash_payloads
+    real = hashpool.HashPool._hash
 
-    def uneven(*args: Any, **keywords: Any) -> list[int]:
+    def uneven(*args: Any) -> Any:
         time.sleep(random.random() / 50)
-        return real(*args, **keywords)
+        return real(*args)
 
-    monkeypatch.setattr(hashpool, "hash_payloads", uneven)
+    monkeypatch.setattr(hashpool.HashPool, "_hash", uneven)
     server = Recorder(cache=dict(cache))
     with ScriptedServer(server) as scripted, connect(scripted.endpoint, timeout=60) as connection:
         connection.push(model, cache="always", **options)  # type: ignore[arg-type]

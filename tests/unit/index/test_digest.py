@@ -2,28 +2,45 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from pathlib import Path
 
 import pytest
+from blake3 import blake3
 from fnvhash import fnv1a_64
 
 from weightwire.errors import ModelError
-from weightwire.index import Hashes, hash_with_digest
+from weightwire.index import Hashes, digest_of, hash_with_digest
 from weightwire.ranges import FileRange
 
 
-@pytest.mark.parametrize("nbytes", [0, 1, 4096, (1 << 20) - 1, 1 << 20, (2 << 20) + 7])
+@pytest.mark.parametrize("nbytes", [0, 1, 4096, (512 << 10) - 1, 512 << 10, (512 << 10) + 1, (2 << 20) + 7])
 def test_of_a_buffer_and_of_a_file(nbytes: int, tmp_path: Path) -> None:
     data = os.urandom(nbytes)
     # The reference goes byte by byte in Python.
-    expected = Hashes(fnv1a_64(data), hashlib.sha256(data).digest())
+    expected = Hashes(fnv1a_64(data), blake3(data).digest())
     path = tmp_path / "file"
     path.write_bytes(b"before" + data + b"after")
     with open(path, "rb") as file:
-        assert hash_with_digest(FileRange(file.fileno(), 6, nbytes, str(path))) == expected
+        content = FileRange(file.fileno(), 6, nbytes, str(path))
+        assert hash_with_digest(content) == expected
+        assert hash_with_digest(content, digest=False) == Hashes(expected.fnv1a, b"")
+        assert digest_of(content) == expected.blake3
     assert hash_with_digest(data) == hash_with_digest(memoryview(bytearray(data))) == expected
+    assert hash_with_digest(data, digest=False) == Hashes(expected.fnv1a, b"")
+    assert digest_of(data) == expected.blake3
+
+
+def test_of_what_the_authors_of_blake3_hashed() -> None:
+    """Their test_vectors.json: bytes that count from 0 to 250, over and over."""
+    counted = bytes(at % 251 for at in range(102_400))
+    expected = {
+        0: "af1349b9f5f9a1a6a0404dea36dcc9499bcb25c9adc112b7cc9a93cae41f3262",
+        1: "2d3adedff11b61f14c886e35afa036736dcd87a74d27b5c1510225d0f592e213",
+        102_400: "bc3e3d41a1146b069abffad3c0d44860cf664390afce4d9661f7902e7943e085",
+    }
+    assert {nbytes: digest_of(counted[:nbytes]).hex() for nbytes in expected} == expected
+    assert {nbytes: hash_with_digest(counted[:nbytes]).blake3.hex() for nbytes in expected} == expected
 
 
 def test_a_file_that_is_too_short(tmp_path: Path) -> None:
@@ -47,11 +64,17 @@ def test_the_caller_looks_in_and_may_end_it() -> None:
         if len(looks) == 2:
             raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        hash_with_digest(bytes(128 << 20), check)
-    assert len(looks) == 2
+    for way in (hash_with_digest, digest_of):
+        data = bytearray(128 << 20)
+        looks.clear()
+        with pytest.raises(KeyboardInterrupt):
+            way(data, check)
+        assert len(looks) == 2
+        data.clear()  # BufferError, were it still held
 
 
 def test_what_is_no_buffer() -> None:
     with pytest.raises(TypeError):
         hash_with_digest("text")  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        digest_of("text")  # type: ignore[arg-type]

@@ -81,8 +81,8 @@ def test_a_flipped_bit_is_not_believed(index: HashIndex, place: Path, model: Pat
     hashes = remember(index, ranges)
     with sqlite3.connect(place) as raw:
         raw.execute("UPDATE hashes SET fnv1a = fnv1a + 1 WHERE offset = ?", (ranges[0].offset,))
-        raw.execute("UPDATE hashes SET sha256 = zeroblob(32) WHERE offset = ?", (ranges[1].offset,))
-        raw.execute("UPDATE hashes SET sha256 = 5 WHERE offset = ?", (ranges[2].offset,))
+        raw.execute("UPDATE hashes SET blake3 = zeroblob(32) WHERE offset = ?", (ranges[1].offset,))
+        raw.execute("UPDATE hashes SET blake3 = 5 WHERE offset = ?", (ranges[2].offset,))
     raw.close()
     assert index.find(ranges) == [None, None, None, hashes[3]]
     assert list(index.owners()) == [hashes[3].fnv1a]
@@ -289,22 +289,24 @@ def test_nothing_is_opened_before_it_is_used(place: Path, monkeypatch: pytest.Mo
     assert not place.parent.exists()
 
 
-# Rows without a digest.
+# Every row has a digest.
 
 
-def test_a_hash_without_a_digest_is_known_and_takes_no_digest_away(
-    index: HashIndex, place: Path, model: Path, opened: Opener
-) -> None:
+def test_hashes_without_a_digest_are_not_remembered(index: HashIndex, model: Path, opened: Opener) -> None:
     ranges = ranges_of(model, opened(model))
-    fd = ranges[0].fd
-    identities = {fd: identity_of(fd)}
-    bare = [Hashes(each.fnv1a, b"") for each in remember(index, ranges[:2])]
-    known = index.find(ranges[:2])
-    assert index.record([(ranges[0], "t0", bare[0])], identities) == 1
-    assert index.find(ranges[:2]) == known, "its digest is kept"
-    assert index.record([(ranges[1], "t1", Hashes(5, b""))], identities) == 1
-    assert index.find(ranges[:2]) == [known[0], Hashes(5, b"")], "which is not that of another hash"
+    identities = {ranges[0].fd: identity_of(ranges[0].fd)}
+    known = remember(index, ranges[:2])
+    bare = [
+        (each, "t", Hashes(5, digest)) for each, digest in zip(ranges[:3], (b"", bytes(31), bytes(33)), strict=True)
+    ]
+    assert index.record([*bare, (ranges[3], "t3", Hashes(7, bytes(32)))], identities) == 1
+    assert index.find(ranges) == [*known, None, Hashes(7, bytes(32))], "nor do they take one away"
+
+
+def test_a_row_is_sealed_with_its_digest(index: HashIndex, place: Path, model: Path, opened: Opener) -> None:
+    ranges = ranges_of(model, opened(model))
+    remember(index, ranges[:1])
     with sqlite3.connect(place) as raw:
-        raw.execute("UPDATE hashes SET sha256 = x'' WHERE offset = ?", (ranges[0].offset,))
+        raw.execute("UPDATE hashes SET blake3 = x'' WHERE offset = ?", (ranges[0].offset,))
     raw.close()
-    assert index.find(ranges[:1]) == [None], "a row is sealed with its digest"
+    assert index.find(ranges[:1]) == [None]
