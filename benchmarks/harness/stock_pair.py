@@ -111,7 +111,7 @@ class StockPeers:
         *,
         networks: Sequence[Network],
         caches: Sequence[Path] | None = None,
-        name: str = "stock client and servers",
+        name: str = "stock peers",
     ) -> None:
         from support.stock import StockServer
 
