@@ -15,7 +15,7 @@ sys.path[:0] = [str(_HERE), str(_HERE.parent / "tests")]
 
 from harness.machine import describe  # noqa: E402  (found through the path set above)
 from harness.models import whole_blocks, write_random  # noqa: E402
-from harness.network import CannotShape, Network, shaped_network  # noqa: E402
+from harness.network import CannotShape, Network, shaped_network, shaped_networks  # noqa: E402
 from prepare import peers  # noqa: E402
 
 from weightwire.model.synthetic import write_synthetic_gguf  # noqa: E402
@@ -114,3 +114,14 @@ def shaped() -> Iterator[Network]:
         except CannotShape as why:
             pytest.skip(f"no shaped network here: {why}")
         yield network
+
+
+@pytest.fixture(scope="session")
+def shaped_to_two() -> Iterator[tuple[Network, ...]]:
+    """A network namespace for a client and one for each of two servers, each joined to it at 2.5 Gbit/s."""
+    with ExitStack() as stack:
+        try:
+            networks = stack.enter_context(shaped_networks(2))
+        except CannotShape as why:
+            pytest.skip(f"no shaped network here: {why}")
+        yield networks

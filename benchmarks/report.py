@@ -73,6 +73,19 @@ SECTIONS: tuple[tuple[str, Mapping[str, str]], ...] = (
         },
     ),
     (
+        "A model split over two servers",
+        {
+            "test_split[shaped-no cache]": "two servers at 2.5 Gbit/s, no cache",
+            "test_split[shaped-cold]": "two servers at 2.5 Gbit/s, cold",
+            "test_split[shaped-warm]": "two servers at 2.5 Gbit/s, warm",
+            "test_split[shaped-warm, index]": "two servers at 2.5 Gbit/s, warm, with the index of hashes",
+            "test_split[loopback-no cache]": "two servers on loopback, no cache",
+            "test_split[loopback-cold]": "two servers on loopback, cold",
+            "test_split[loopback-warm]": "two servers on loopback, warm",
+            "test_split[loopback-warm, index]": "two servers on loopback, warm, with the index of hashes",
+        },
+    ),
+    (
         "A server filling 1 GiB from its cache",
         {
             "test_hits[64 x 16 MiB-content]": "64 entries, size and hash checked",
@@ -124,6 +137,7 @@ SECTIONS: tuple[tuple[str, Mapping[str, str]], ...] = (
 MORE = {"test_one_buffer": "Hashing", "test_many_buffers": "Hashing", "test_ten_buffers_against_one": "Hashing"}
 MORE |= dict.fromkeys(("test_push_over_rdma", "test_registration"), SECTIONS[-1][0])
 MORE |= {"test_file_ranges": "Hashing", "test_cache": "Through the cache, in other shapes"}
+MORE |= {"test_split": "A model split over two servers"}
 OTHERS = "Others"
 MACHINE = {
     "cpu": "processor",
@@ -150,6 +164,9 @@ METHOD = """\
   here); they do not say what their time went on.
 - *Threads* hash ahead for the cache: unset is one for each core, at most eight. Two and four are measured with new
   clients alone, where there is a cache: a stock client has no such setting, and the old one hashes in line.
+- *Split over two servers*, the first half of a model's layers is for one, the second for the other, each behind a link
+  of its own. The stock client loads as llama.cpp does, one server after the other on one thread; weightwire's loads
+  both at once, and so do the bare socket pairs.
 - What was not measured says so. docs/performance.md has how each benchmark works."""
 
 
@@ -304,8 +321,9 @@ def _splits(results: Results, benchmarks: Mapping[str, str]) -> Iterator[str]:
     rows, lines = [], []
     for name, label in benchmarks.items():
         facts = results.benchmarks[name].facts if name in results.benchmarks else {}
-        if "split_seconds" in facts:
-            rows.append((label, *(_seconds(facts["split_seconds"].get(column)) for column in COLUMNS)))
+        parts = {label: facts["split_seconds"]} if "split_seconds" in facts else {}
+        parts |= {f"{label}, {server}": each for server, each in facts.get("split_seconds_by_server", {}).items()}
+        rows += [(part, *(_seconds(each.get(column)) for column in COLUMNS)) for part, each in parts.items()]
         allocated, calls = number(facts.get("allocated_bytes")), number(facts.get("calls"))
         if allocated is not None and calls is not None:
             lines.append(f"- {label}: {allocated:.0f} bytes allocated at the peak of {calls:.0f} calls.")

@@ -92,11 +92,11 @@ def test_cache(
     stack.callback(stock.close)
     bare = SocketPairPeer(cache_model, populate=False, network=network)
     stack.callback(bare.close)
-    subject = CachedPeer(ours, directories["weightwire"], expected, state, directories["index"])
-    others = [CachedPeer(stock, directories["stock"], expected, state)]
+    subject = CachedPeer(ours, {directories["weightwire"]: expected}, state, directories["index"])
+    others = [CachedPeer(stock, {directories["stock"]: expected}, state)]
     if not cached:
         # The most that this network does, the same in every state.
-        others.append(CachedPeer(bare, tmp_path, {}, State.NONE))
+        others.append(CachedPeer(bare, {}, State.NONE))
     nbytes = bare.nbytes
     taken = Rounds(nbytes)
 

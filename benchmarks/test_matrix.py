@@ -67,7 +67,7 @@ def test_matrix(
     def add(pair: PushingPeer | StockPeer, directory: Path, client: str, server: str, threads: int | None) -> None:
         stack.callback(pair.close)
         pairs[pair.name] = pair
-        peers[pair.name] = CachedPeer(pair, directory, expected, state, tmp_path / "index")
+        peers[pair.name] = CachedPeer(pair, {directory: expected}, state, tmp_path / "index")
         rows[pair.name] = {"client": client, "server": server, "threads": threads}
 
     for server, plain_server in (("new", False), ("old", True)):

@@ -1,4 +1,4 @@
-"""The states a server's cache can be in before a round, brought about and checked outside of the time that is taken."""
+"""The states servers' caches can be in before a round, brought about and checked outside of the time that is taken."""
 
 from __future__ import annotations
 
@@ -34,37 +34,36 @@ class State(Enum):
 
 
 class CachedPeer:
-    """A pair whose server keeps its cache in ``directory``, in one ``state`` at the beginning of every round.
+    """A peer whose servers keep a cache each, all in one ``state`` at the beginning of every round.
 
-    ``expected`` is what a full cache holds: the bytes of each entry by its name. `prepare` and `finish` come before and
-    after each `round`, untimed. A cold round begins with an empty directory; it leaves every entry, written back to the
-    disk, so that no later round of anybody waits for that. In a warm round no entry may be written: one that is shows
-    that the cache was not used.
+    ``caches`` has the directory of each server, and what it holds when it is full: the bytes of each entry by its name.
+    `prepare` and `finish` come before and after each `round`, untimed. A cold round begins with empty directories; it
+    leaves every entry, written back to the disk, so that no later round of anybody waits for that. In a warm round no
+    entry may be written: one that is shows that the cache was not used.
     """
 
     def __init__(
-        self, peer: Peer, directory: Path, expected: Mapping[str, int], state: State, index: Path | None = None
+        self, peer: Peer, caches: Mapping[Path, Mapping[str, int]], state: State, index: Path | None = None
     ) -> None:
         self.name = peer.name
         #: Seconds after the end of each round until all entries were in place (a server may still be writing them).
         self.late: list[float] = []
         self._peer = peer
-        self._directory = directory
-        self._expected = dict(expected)
+        self._caches = {directory: dict(expected) for directory, expected in caches.items()}
         self._state = state
         self._index = index
-        self._before: dict[str, int] = {}
+        self._before: dict[Path, dict[str, int]] = {}
 
     def prepare(self) -> None:
-        """Bring the directory into its state."""
+        """Bring the directories into their state."""
         if self._state is State.COLD:
-            empty(self._directory)
+            self._empty()
             if self._index is not None:
                 empty(self._index)
         elif self._state.warm:
-            if entries(self._directory) != self._expected:
+            if any(entries(directory) != expected for directory, expected in self._caches.items()):
                 self._fill()
-            self._before = written(self._directory)
+            self._before = self._written()
 
     def round(self) -> float:
         return self._peer.round()
@@ -77,28 +76,40 @@ class CachedPeer:
             started = time.perf_counter()
             self._wait_for_entries()
             self.late.append(time.perf_counter() - started)
-            write_back(self._directory)
-        elif self._state.warm and written(self._directory) != self._before:
+            self._write_back()
+        elif self._state.warm and self._written() != self._before:
             raise RuntimeError(f"{self.name}: a round with a warm cache wrote entries")
 
     def close(self) -> None:
         self._peer.close()
 
     def _fill(self) -> None:
-        empty(self._directory)
+        self._empty()
         self._peer.round()
         self._wait_for_entries()
-        write_back(self._directory)
+        self._write_back()
+
+    def _empty(self) -> None:
+        for directory in self._caches:
+            empty(directory)
+
+    def _written(self) -> dict[Path, dict[str, int]]:
+        return {directory: written(directory) for directory in self._caches}
+
+    def _write_back(self) -> None:
+        for directory in self._caches:
+            write_back(directory)
 
     def _wait_for_entries(self) -> None:
         deadline = time.monotonic() + _PATIENCE
-        while (found := entries(self._directory)) != self._expected:
-            if time.monotonic() > deadline:
-                raise RuntimeError(
-                    f"{self.name}: {len(found)} cache entries of {sum(found.values())} bytes, expected "
-                    f"{len(self._expected)} of {sum(self._expected.values())}"
-                )
-            time.sleep(0.002)
+        for directory, expected in self._caches.items():
+            while (found := entries(directory)) != expected:
+                if time.monotonic() > deadline:
+                    raise RuntimeError(
+                        f"{self.name}: {len(found)} cache entries of {sum(found.values())} bytes, expected "
+                        f"{len(expected)} of {sum(expected.values())}"
+                    )
+                time.sleep(0.002)
 
 
 def entries(directory: Path) -> dict[str, int]:

@@ -1,7 +1,7 @@
-"""Where the two ends of a pair run: on loopback, or in two network namespaces joined by a shaped veth pair.
+"""Where a client and its servers run: on loopback, or in network namespaces joined by shaped veth pairs.
 
 The namespaces have no names. Each is held by a process that ends when this one does, however that is: with it go the
-namespace, the addresses and the veth pair, so nothing can be left behind, and any number of runs do not meet.
+namespace, the addresses and the veth pairs, so nothing can be left behind, and any number of runs do not meet.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ _QUEUE: Final = 16 << 20
 """Bytes that may wait for their turn: above what a sender's socket buffer holds, so that nothing is dropped."""
 
 # Addresses set aside for benchmarks between two networks (RFC 2544, appendix C).
-_SERVER: Final = "198.18.0.1"
-_CLIENT: Final = "198.18.0.2"
+_PREFIX: Final = "198.18.0."
+_EACH: Final = 4
+"""Addresses of a link: two ends, the network's own and the one for all."""
+
 _USER: Final = ("--user", "--preserve-credentials")
 _SECONDS: Final = 30
 
@@ -35,7 +37,7 @@ class CannotShape(Exception):
 
 @dataclass(frozen=True)
 class Network:
-    """How commands are started at either end, the address servers listen on, and the client's."""
+    """How commands are started at either end of a link, the address servers listen on, and the client's."""
 
     name: str = "loopback"
     host: str = "127.0.0.1"
@@ -51,21 +53,40 @@ LOOPBACK: Final = Network()
 def shaped_network(rate: int = RATE) -> Iterator[Network]:
     """Two namespaces joined by a veth pair of ``rate`` bits per second each way; gone with the block.
 
-    Raises CannotShape where this user, or this kernel, may not. What was started in the namespaces keeps them until it
-    ends.
+    Raises as `shaped_networks` does.
+    """
+    with shaped_networks(1, rate) as (network,):
+        yield network
+
+
+@contextlib.contextmanager
+def shaped_networks(count: int, rate: int = RATE) -> Iterator[tuple[Network, ...]]:
+    """A namespace for a client and one for each of ``count`` servers, each of which is joined to the client's by a veth
+    pair of its own, of ``rate`` bits per second each way; gone with the block.
+
+    One network for each server; the client's end is the same namespace in all. Raises CannotShape where this user, or
+    this kernel, may not. What was started in the namespaces keeps them until it ends.
     """
     with contextlib.ExitStack() as stack:
-        server = stack.enter_context(_namespace([]))
-        client = stack.enter_context(_namespace(_inside(server, *_USER) if _mapped(server) else []))
-        at_server, at_client = _entering(server), _entering(client)
-        _run(at_server, "ip", "link", "add", "ww0", "type", "veth", "peer", "name", "ww0", "netns", str(client))
-        for enter, address in ((at_server, _SERVER), (at_client, _CLIENT)):
-            _run(enter, "ip", "address", "add", f"{address}/30", "dev", "ww0")
-            _run(enter, "ip", "link", "set", "lo", "up")
-            _run(enter, "ip", "link", "set", "ww0", "up")
-            shape = ["rate", f"{rate}bit", "burst", str(_BURST), "limit", str(_QUEUE)]
-            _run(enter, "tc", "qdisc", "add", "dev", "ww0", "root", "tbf", *shape)
-        yield Network(f"{rate / 1e9:g} Gbit/s", _SERVER, at_server, at_client, _CLIENT)
+        client = stack.enter_context(_namespace([]))
+        inside = _inside(client, *_USER) if _mapped(client) else []
+        at_client = _entering(client)
+        _run(at_client, "ip", "link", "set", "lo", "up")
+        networks = []
+        for number in range(count):
+            server = stack.enter_context(_namespace(inside))
+            at_server = _entering(server)
+            device = f"ww{number}"
+            near, far = (f"{_PREFIX}{_EACH * number + end}" for end in (1, 2))
+            _run(at_server, "ip", "link", "set", "lo", "up")
+            _run(at_server, "ip", "link", "add", device, "type", "veth", "peer", "name", device, "netns", str(client))
+            for enter, address in ((at_server, near), (at_client, far)):
+                _run(enter, "ip", "address", "add", f"{address}/30", "dev", device)
+                _run(enter, "ip", "link", "set", device, "up")
+                shape = ["rate", f"{rate}bit", "burst", str(_BURST), "limit", str(_QUEUE)]
+                _run(enter, "tc", "qdisc", "add", "dev", device, "root", "tbf", *shape)
+            networks.append(Network(f"{rate / 1e9:g} Gbit/s", near, at_server, at_client, far))
+        yield tuple(networks)
 
 
 @contextlib.contextmanager

@@ -193,7 +193,7 @@ def test_with_a_cache(
     used = False if state is State.WARM else str(index / "index.sqlite3")
     ours, stock = pairs(stack, stock_lib, model, network, tmp_path, used)
     for pair, name in ((ours, "weightwire"), (stock, "stock")):
-        peer = CachedPeer(pair, tmp_path / name, expected, state, index if pair is ours else None)
+        peer = CachedPeer(pair, {tmp_path / name: expected}, state, index if pair is ours else None)
         for _ in range(2):
             peer.prepare()
             assert entries(tmp_path / name) == ({} if state is State.COLD else expected)
@@ -223,7 +223,7 @@ def test_a_cache_that_was_not_used_is_noticed(model: Path, tmp_path: Path) -> No
         def close(self) -> None:
             pass
 
-    peer = CachedPeer(Rewrites(), tmp_path, full_cache(model), State.WARM)
+    peer = CachedPeer(Rewrites(), {tmp_path: full_cache(model)}, State.WARM)
     peer.prepare()
     peer.round()
     with pytest.raises(RuntimeError, match="wrote entries"):

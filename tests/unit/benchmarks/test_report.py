@@ -11,6 +11,8 @@ from support.require import do_without
 
 from weightwire.profile import LoadProfile
 
+from .conftest import BENCHMARKS
+
 
 def cells(text: str, *begin: str) -> list[list[str]]:
     """The cells of the table rows that begin with ``begin``."""
@@ -173,3 +175,32 @@ def test_splits_and_allocations_of_single_benchmarks(
     assert "on: 12.3 million calls a second." in profiling
     assert cells(profiling, "the clock's calls from Python, off") == []
     assert len(cells(profiling, "the clock's calls from Python, on")) == 1
+
+
+def test_a_model_on_two_servers_has_a_section_with_the_split_of_each(
+    script: Callable, write: Callable, benchmarks: dict, tmp_path: Path
+) -> None:
+    cold = benchmarks["test_push_uncached[mix]"] | {
+        "split_seconds_by_server": {"first server": {"span": 0.5, "wire": 0.25}, "second server": {"span": 0.75}}
+    }
+    path = write({"test_split[shaped-cold]": cold, "test_split[new-cold]": cold})
+    assert script("report.py", path, "--out", tmp_path, "--no-plots").returncode == 0
+    split = section((tmp_path / "REPORT.md").read_text(), "A model split over two servers")
+    label = "two servers at 2.5 Gbit/s, cold"
+    assert [row[1:3] for row in cells(split, label)] == [["weightwire", "socket pair"], ["weightwire", "stock pair"]]
+    assert cells(split, "two servers on loopback, cold") == [["two servers on loopback, cold", *["not measured"] * 5]]
+    rest = ["not measured"] * 2
+    assert cells(split, f"{label}, first server") == [
+        [f"{label}, first server", "0.500", *["not measured"] * 4, "0.250", *rest]
+    ]
+    assert cells(split, f"{label}, second server")[0][1:3] == ["0.750", "not measured"]
+    # One that nobody listed is there as well.
+    assert len(cells(split, "test_split[new-cold]")) == 2
+
+
+def test_sections_list_benchmarks_that_exist() -> None:
+    import report as module
+
+    functions = "\n".join(path.read_text() for path in BENCHMARKS.glob("test_*.py"))
+    for name in [name for _, rows in module.SECTIONS for name in rows] + list(module.MORE):
+        assert f"def {name.split('[')[0]}(" in functions
