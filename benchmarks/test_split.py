@@ -28,12 +28,12 @@ from harness.stock_pair import StockPeers
 from pytest_benchmark.fixture import BenchmarkFixture
 
 SERVERS = ("first server", "second server")
-BLOCKS = 4
+BLOCKS = 6
 
 
 @pytest.fixture(scope="module")
 def blocks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Four whole blocks of a 27B model, 0.94 GiB."""
+    """Six whole blocks of a 27B model, 1.41 GiB."""
     path = tmp_path_factory.mktemp("split") / "blocks.safetensors"
     write_random(path, dict(first_blocks(BLOCKS)))
     yield path

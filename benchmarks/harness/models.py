@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -28,14 +27,12 @@ def whole_blocks(nbytes: int) -> Iterator[tuple[str, int]]:
     A small model in a large one's proportions, as `write_synthetic_gguf` makes it, has hardly a tensor that a cache
     keeps (over 10 MiB); in whole blocks of the large one they make up as much as in all of it, 98 %.
     """
-    blocks = (tensor for tensor in FULL_SIZE_LAYOUT if tensor[0].startswith("blk."))
     total = 0
-    for _, block in itertools.groupby(blocks, lambda tensor: re.match(r"blk\.\d+", tensor[0])):
-        for name, kind, ne in block:
-            size = contiguous_nbytes(type_by_name(kind).code, ne)
-            total += size
-            yield name, size
-        if total >= nbytes:
+    for count in itertools.count(1):
+        block = [each for each in first_blocks(count) if layer_of(each[0]) == count - 1]
+        yield from block
+        total += sum(size for _, size in block)
+        if total >= nbytes or not block:
             return
 
 

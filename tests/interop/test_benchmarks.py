@@ -25,7 +25,7 @@ if _BENCHMARKS not in sys.path:
 from harness.cached import CachedPeer, State, empty, entries, file_system  # noqa: E402  (found through the path above)
 from harness.gloo import GlooPeer  # noqa: E402
 from harness.iperf import IperfPeer  # noqa: E402
-from harness.models import file_ranges, full_cache, whole_blocks, write_random  # noqa: E402
+from harness.models import file_ranges, first_blocks, full_cache, whole_blocks, write_random  # noqa: E402
 from harness.network import LOOPBACK, RATE, CannotShape, Network, shaped_network  # noqa: E402
 from harness.pushing import PushingPeer, Serving  # noqa: E402
 from harness.rounds import Peer, PeerAbsent, Rounds, alternate, settle, split, start  # noqa: E402
@@ -88,6 +88,8 @@ def test_what_a_cache_holds(model: Path) -> None:
 
 def test_whole_blocks_are_what_a_cache_is_for() -> None:
     sizes = dict(whole_blocks(1 << 30))
+    assert sizes == dict(first_blocks(5)), "the last is a whole one, too"
+    assert dict(whole_blocks(1)) == dict(first_blocks(1))
     assert (1 << 30) <= sum(sizes.values()) < (5 << 28)
     assert sum(size for size in sizes.values() if size > 10 * MIB) > 0.95 * sum(sizes.values())
 
