@@ -9,7 +9,8 @@ import struct
 from collections.abc import Callable
 from typing import Final, Self
 
-from weightwire.cache.store import CacheWriter, TensorCache
+from weightwire.cache.store import TensorCache
+from weightwire.cache.writing import CacheWriter
 from weightwire.model.reading import read_range
 from weightwire.ranges import FileRange
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Final, TypeGuard
 
 from weightwire.cache.copying import CopyingWriter, StrictCache
+from weightwire.cache.directory import default_directory, entry_name
 from weightwire.cache.pool import run_each, worker_count
-from weightwire.cache.store import default_directory, entry_name
 from weightwire.errors import CacheError, ConfigError
 from weightwire.hashing import hash_payloads
 from weightwire.index import FileIdentity, Hashes, HashIndex, IndexChoice, hash_with_digest, identity_of, index_for

@@ -14,10 +14,12 @@ import time
 from collections.abc import Iterator
 from typing import Final
 
+from weightwire.cache.kept import Save
 from weightwire.cache.reading import EntryChanged, ReadingStopped, read_exactly
-from weightwire.cache.saving import Save, Saver
-from weightwire.cache.store import NOT_ITS_NAME, CacheWriter, TensorCache
+from weightwire.cache.saving import Saver
+from weightwire.cache.store import NOT_ITS_NAME, TensorCache
 from weightwire.cache.workers import Workers
+from weightwire.cache.writing import CacheWriter
 from weightwire.hashing import FNV_OFFSET, hash_payloads
 from weightwire.profile import Stage
 from weightwire.server.buffers import Block

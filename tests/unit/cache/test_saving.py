@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 from support.leaks import LeakCheck, eventually
 
-from weightwire.cache import progress, saving, store
-from weightwire.cache.saving import Save, Saver
+from weightwire.cache import progress, saving, store, writing
+from weightwire.cache.kept import Save
+from weightwire.cache.saving import Saver
 from weightwire.cache.store import TensorCache
 from weightwire.cache.workers import Workers
 from weightwire.hashing import fnv1a64
@@ -289,8 +290,8 @@ def test_the_same_tensor_of_several_clients_is_written_once(
 ) -> None:
     gate = Gate(monkeypatch, "fsync")
     made: list[str] = []
-    real = store.tempfile.mkstemp
-    monkeypatch.setattr(store.tempfile, "mkstemp", lambda **named: made.append("") or real(**named))
+    real = writing.tempfile.mkstemp
+    monkeypatch.setattr(writing.tempfile, "mkstemp", lambda **named: made.append("") or real(**named))
     for _ in range(4):
         receive(saver, bytearray(data(8)))
     assert eventually(lambda: all(save.window is None for save in saver._pending))
