@@ -110,6 +110,7 @@ class Saver:
                 return
         self._sync(save)
         self._count(save)
+        self._sync_names()
 
     def settled(self, content_hash: int, nbytes: int) -> None:
         """Wait for what is being kept and is, or may turn out to be, the entry ``content_hash`` of ``nbytes`` bytes;
@@ -253,6 +254,13 @@ class Saver:
             self._stored += save.stored
             self._lost += save.lost and not save.stored
 
+    def _sync_names(self) -> None:
+        """Have the new entries' names on the disk: a crash may undo the renaming until then, and costs the entries."""
+        with self.condition:
+            unlisted, self._unlisted = self._unlisted, False
+        if unlisted:
+            self._cache.sync_names()
+
     def _started(self) -> bool:
         if len(self._threads) == len(_THREADS):
             return True
@@ -377,10 +385,8 @@ class Saver:
                 self._end(save)
                 more = bool(self._to_sync)
             del save
-            # Until that is done a crash may undo the renaming, which costs nothing but the entries.
-            if self._unlisted and not more:
-                self._unlisted = False
-                self._cache.sync_names()
+            if not more:
+                self._sync_names()
 
     def _sync(self, save: Save) -> None:
         writer, content_hash = save.writer, save.content_hash
@@ -397,4 +403,5 @@ class Saver:
             if not self._cache.holds_file(content_hash, writer.fd, save.nbytes):
                 save.stored = writer.commit(content_hash, lambda: not save.cancelled)
                 save.lost = save.lost or not (save.stored or save.cancelled)
-                self._unlisted |= save.stored
+                with self.condition:
+                    self._unlisted |= save.stored

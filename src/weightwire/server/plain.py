@@ -125,6 +125,11 @@ class PlainSaver(Saver):
             with self.condition:
                 self._keeping -= 1
                 self._count(save)
+                self._unlisted |= save.stored
+                last = not self._keeping
+            # Once for all who keep something at the same time.
+            if last:
+                self._sync_names()
 
     def hurry(self) -> None:
         """The server ends: what is at hand may still be finished, if that is soon."""

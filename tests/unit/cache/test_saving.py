@@ -276,6 +276,25 @@ def test_the_names_of_new_entries_are_synced_once_for_many(
     assert synced == [6]
 
 
+def test_the_name_of_an_entry_is_synced_without_a_thread_too(
+    cache: TensorCache, saver: Saver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[list[str]] = []
+    monkeypatch.setattr(TensorCache, "sync_names", lambda self: synced.append(os.listdir(self.directory)))
+
+    def no_thread(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    content = data(1)
+    writer = cache.writer()
+    writer.write(content)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_thread)
+        saver.put(writer, fnv1a64(content), len(content))
+    assert saver.counts() == (1, 0, 0)
+    assert synced == [[cache.path_for(fnv1a64(content)).name]]
+
+
 def test_what_did_not_arrive_is_not_kept(cache: TensorCache, saver: Saver) -> None:
     save = saver.begin(memoryview(bytearray(SIZE)))
     assert save is not None

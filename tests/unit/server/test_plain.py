@@ -96,6 +96,24 @@ def test_whole_messages_on_the_thread_that_serves(
         assert hashed == [(BIG, True, serving)] * 2
 
 
+@pytest.mark.parametrize("destination", [None, Host])
+def test_the_name_of_a_new_entry_is_synced(
+    destination: type[Host] | None, tmp_path: Path, no_leaks: LeakCheck, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the next request is read, and only where there is one."""
+    synced: list[list[str]] = []
+    monkeypatch.setattr(TensorCache, "sync_names", lambda self: synced.append(os.listdir(self.directory)))
+    with (
+        Server(port=0, cache=tmp_path, destination=destination, optimized=False) as server,
+        RawClient(server.port) as client,
+    ):
+        tensor = client.place("t", BIG, client.allocate(BIG))
+        for _ in range(2):
+            client.set(tensor, PAYLOAD, flag=1)
+            client.barrier()
+            assert synced == [[f"{fnv1a64(PAYLOAD):016x}"]]
+
+
 def test_rows_are_one_message_too(cleared: list[int], no_leaks: LeakCheck) -> None:
     with Server(port=0, protocol="8.0", optimized=False) as server, RawClient(server.port, "8.0") as client:
         tensor = client.place("t", 400_000, client.allocate(400_000))
