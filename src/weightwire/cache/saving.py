@@ -400,7 +400,8 @@ class Saver:
                 write_back(writer.fd, start, _SYNC_STEP, wait=True)
                 with self.condition:
                     self.progress.moved(disk=True)
-            if not self._cache.holds_file(content_hash, writer.fd, save.nbytes):
+            there = self._cache.holds_file(content_hash, writer.fd, save.nbytes, lambda: save.cancelled)
+            if not there and not save.cancelled:
                 save.stored = writer.commit(content_hash, lambda: not save.cancelled)
                 save.lost = save.lost or not (save.stored or save.cancelled)
                 with self.condition:

@@ -209,9 +209,9 @@ class TensorCache:
             finally:
                 os.close(fd)
 
-    def holds_file(self, content_hash: int, fd: int, nbytes: int) -> bool:
+    def holds_file(self, content_hash: int, fd: int, nbytes: int, stopped: Callable[[], bool] = lambda: False) -> bool:
         """Whether the entry is there with exactly the ``nbytes`` bytes of the open file ``fd``. Any failure counts as
-        no.
+        no, and so does that it was ``stopped`` meanwhile.
         """
         if self.size_of(content_hash) != nbytes:
             return False
@@ -220,6 +220,8 @@ class TensorCache:
             return False
         try:
             for start in range(0, nbytes, _PIECE):
+                if stopped():
+                    return False
                 piece = os.pread(fd, min(_PIECE, nbytes - start), start)
                 if not piece or piece != os.pread(entry, len(piece), start):
                     return False

@@ -88,12 +88,13 @@ class PlainSaver(Saver):
         return PlainSave(self, window)
 
     def put(self, writer: CacheWriter, content_hash: int, nbytes: int) -> None:
-        """Sync what ``writer`` has written, and put it in place."""
+        """Sync what ``writer`` has written, and put it in place. ReadingStopped if the server ends meanwhile."""
         with writer, self._counted(Save(self, nbytes, None)) as save:
-            if writer.fd >= 0 and self._cache.holds_file(content_hash, writer.fd, nbytes):
+            if writer.fd >= 0 and self._cache.holds_file(content_hash, writer.fd, nbytes, self._late):
                 save.lost = False
-            else:
-                save.stored = writer.commit(content_hash)
+                return
+            self.check()
+            save.stored = writer.commit(content_hash)
 
     def keep(self, save: PlainSave, window: memoryview) -> None:
         """Make an entry of a tensor in memory, unless there is one. ReadingStopped if the server ends meanwhile."""
@@ -104,9 +105,10 @@ class PlainSaver(Saver):
             finally:
                 if save.recorder is not None:
                     save.recorder.switch(previous)
-            if self._cache.holds(content_hash, window):
+            if self._cache.holds(content_hash, window, self._late):
                 save.lost = False
                 return
+            self.check()
             with self._cache.writer() as writer:
                 for start in range(0, window.nbytes, _PIECE):
                     self.check()
@@ -138,8 +140,11 @@ class PlainSaver(Saver):
 
     def check(self) -> None:
         """ReadingStopped once it has taken too long."""
-        if self._until is not None and time.monotonic() > self._until:
+        if self._late():
             raise ReadingStopped
+
+    def _late(self) -> bool:
+        return self._until is not None and time.monotonic() > self._until
 
 
 class PlainReceiver(Receiver):

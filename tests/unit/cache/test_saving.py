@@ -295,6 +295,33 @@ def test_the_name_of_an_entry_is_synced_without_a_thread_too(
     assert synced == [[cache.path_for(fnv1a64(content)).name]]
 
 
+def test_comparing_with_an_entry_that_is_there_can_be_stopped(
+    cache: TensorCache, saver: Saver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = data(1)
+    cache.path_for(fnv1a64(content)).write_bytes(content)
+    writer = cache.writer()
+    writer.write(content)
+    read, looks = os.pread, 0
+
+    def stopped_at_once(fd: int, nbytes: int, offset: int) -> bytes:
+        nonlocal looks
+        looks += 1
+        assert saver._syncing is not None
+        saver._syncing.cancelled = True
+        return read(fd, nbytes, offset)
+
+    def no_wait(fd: int) -> None:
+        raise AssertionError("the disk is waited for")
+
+    monkeypatch.setattr(os, "pread", stopped_at_once)
+    monkeypatch.setattr(os, "fsync", no_wait)
+    saver.put(writer, fnv1a64(content), len(content))
+    assert eventually(lambda: not saver._pending)
+    assert looks == 2, "one piece of either file"
+    assert os.listdir(cache.directory) == [cache.path_for(fnv1a64(content)).name]
+
+
 def test_what_did_not_arrive_is_not_kept(cache: TensorCache, saver: Saver) -> None:
     save = saver.begin(memoryview(bytearray(SIZE)))
     assert save is not None
