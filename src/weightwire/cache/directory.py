@@ -8,7 +8,7 @@ from pathlib import Path
 
 from weightwire.errors import ConfigError
 
-__all__ = ["checked_directory", "default_directory", "entry_name"]
+__all__ = ["checked_directory", "default_directory", "entry_name", "make_directory", "unmake_directories"]
 
 
 def entry_name(content_hash: int) -> str:
@@ -52,3 +52,41 @@ def _encodes(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def make_directory(directory: Path) -> list[Path]:
+    """Make ``directory`` and what it lies in, if they are missing; returns those that were made, outermost first.
+
+    Raises OSError where that cannot be, and then has made none.
+    """
+    made: list[Path] = []
+    try:
+        _make(directory, made)
+    except BaseException:
+        unmake_directories(made)
+        raise
+    return made
+
+
+def _make(directory: Path, made: list[Path]) -> None:
+    try:
+        try:
+            os.mkdir(directory)
+        except FileNotFoundError:
+            if directory.parent == directory:
+                raise
+            _make(directory.parent, made)
+            os.mkdir(directory)
+    except OSError:
+        # Not FileExistsError alone: a directory that is there may lie on a file system that is read-only.
+        if not directory.is_dir():
+            raise
+    else:
+        made.append(directory)
+
+
+def unmake_directories(made: list[Path]) -> None:
+    """Remove what `make_directory` made, but for what is not empty any more. Never raises."""
+    for directory in reversed(made):
+        with contextlib.suppress(OSError):
+            directory.rmdir()

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from weightwire.cache.directory import checked_directory, entry_name
+from weightwire.cache.directory import checked_directory, entry_name, make_directory, unmake_directories
 from weightwire.cache.quarantine import move_aside
 from weightwire.cache.reading import EntryChanged
 from weightwire.cache.writing import TEMP_NAME, CacheWriter
@@ -63,7 +63,7 @@ class TensorCache:
             raise ConfigError(f"verify={shown(verify)}", hint=f"one of {', '.join(CACHE_VERIFY_MODES)}")
         self.verify = verify
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
+            self._made = make_directory(self.directory)
         except OSError as error:
             raise ConfigError(
                 f"cache directory {self.directory} cannot be made: {error.strerror or error}",
@@ -79,6 +79,10 @@ class TensorCache:
 
     def __repr__(self) -> str:
         return f"TensorCache({str(self.directory)!r})"
+
+    def unmake(self) -> None:
+        """Remove the directories that were made for this object and are empty: what it was made for cannot begin."""
+        unmake_directories(self._made)
 
     def path_for(self, content_hash: int) -> Path:
         """Where the entry for ``content_hash`` is or would be."""

@@ -152,35 +152,41 @@ class Server:
                 return self
             if self._transport != "tcp":
                 check_environment(os.environ)
-            cache = self._cache_at
-            if cache is not None and not isinstance(cache, TensorCache):
-                cache = TensorCache(cache, verify=self._cache_verify)
-            make_saver = Saver if self._optimized else PlainSaver
-            self._saver = make_saver(cache, self._workers) if cache is not None else None
-            self._services = Services(
-                dialect=self._dialect,
-                greeting=self._greeting,
-                cache=cache,
-                saver=self._saver,
-                workers=self._workers,
-                capacity=Capacity(self._memory if self._memory is not None else available_memory()),
-                registry=self._registry,
-                populator=self._populator,
-                destination=self._destination,
-                hello_timeout=self._hello_timeout,
-                stall_timeout=self._stall_timeout,
-                transport=self._transport,
-                pinned=Tally(MAX_PINNED),
-                on_profile=self._on_profile,
-                print_profile=self._print_profile,
-                optimized=self._optimized,
-            )
-            self._listen()
+            with contextlib.ExitStack() as undo:
+                cache = self._cache_at
+                if cache is not None and not isinstance(cache, TensorCache):
+                    cache = TensorCache(cache, verify=self._cache_verify)
+                    undo.callback(cache.unmake)
+                self._prepare(cache)
+                self._listen()
+                undo.pop_all()
             self._ledger.begin(cache)
             self._started = True
             self._process = os.getpid()
         logger.info("serving protocol %s on %s", self._greeting.text, ", ".join(self._endpoints))
         return self
+
+    def _prepare(self, cache: TensorCache | None) -> None:
+        make_saver = Saver if self._optimized else PlainSaver
+        self._saver = make_saver(cache, self._workers) if cache is not None else None
+        self._services = Services(
+            dialect=self._dialect,
+            greeting=self._greeting,
+            cache=cache,
+            saver=self._saver,
+            workers=self._workers,
+            capacity=Capacity(self._memory if self._memory is not None else available_memory()),
+            registry=self._registry,
+            populator=self._populator,
+            destination=self._destination,
+            hello_timeout=self._hello_timeout,
+            stall_timeout=self._stall_timeout,
+            transport=self._transport,
+            pinned=Tally(MAX_PINNED),
+            on_profile=self._on_profile,
+            print_profile=self._print_profile,
+            optimized=self._optimized,
+        )
 
     def _listen(self) -> None:
         acceptor = Acceptor(
