@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Self
 
@@ -81,9 +81,9 @@ class Reach:
         check_arguments(timeout, protocol, transport)
         self._asked = (timeout, protocol, transport)
 
-    def __call__(self, endpoint: str) -> Connection:
-        """As `connect`."""
-        opened = open_connection(endpoint, *self._asked, optimized=self.optimized)
+    def __call__(self, endpoint: str, connected: Callable[[ByteStream, float], object] | None = None) -> Connection:
+        """As `connect`; ``connected`` is that of `open_connection`."""
+        opened = open_connection(endpoint, *self._asked, optimized=self.optimized, connected=connected)
         return Connection(*opened, profile=self._profile, optimized=self.optimized)
 
 

@@ -112,8 +112,9 @@ def push_all(
     other arguments are those of `Connection.push` and `connect`.
 
     One that fails does not stop the others: its error is in the result, whose connections are open until `PushedAll`
-    is closed. Raised are only ConfigError for an argument, ModelError for a model that cannot be opened, and whatever
-    interrupts the call (Ctrl-C), after which every connection is closed and nothing reads the model any more.
+    is closed. Raised are only ConfigError for an argument, or where two targets turn out to be one server when they are
+    connected to, ModelError for a model that cannot be opened, and whatever interrupts the call (Ctrl-C), after which
+    every connection is closed and nothing reads the model any more.
     """
     aims = as_targets(targets)
     reach = Reach(timeout=timeout, protocol=protocol, transport=transport, profile=profile, optimized=optimized)

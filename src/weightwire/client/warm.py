@@ -104,8 +104,8 @@ def warm(
     CacheUnavailable if the server does not keep what it is sent, which is found out after the first tensor (and the
     second, if it has a cache but lacks the first) and again after the last, AllocationError where no tensor fits its
     largest buffer or it lacks the memory for the buffer, and otherwise as with `Connection.push`. Raised are only
-    ConfigError for an argument, ModelError for a model that cannot be opened, and whatever interrupts the call
-    (Ctrl-C), after which every connection is closed.
+    ConfigError for an argument or one server under two names, ModelError for a model that cannot be opened, and
+    whatever interrupts the call (Ctrl-C), after which every connection is closed.
     Source: docs/protocol.md, section 9.
     """
     aims = as_targets(targets)
