@@ -103,7 +103,9 @@ def warm(
     One that fails does not stop the others: its error is in the list, in the order of ``targets``. It is
     CacheUnavailable if the server does not keep what it is sent, which is found out after the first tensor (and the
     second, if it has a cache but lacks the first) and again after the last, AllocationError where no tensor fits its
-    largest buffer or it lacks the memory for the buffer, and otherwise as with `Connection.push`. Raised are only
+    largest buffer or it lacks the memory for the buffer, and otherwise as with `Connection.push`. It is not asked about
+    those between: to say yes a server reads the whole entry and fills the tensor from it, so that asking about all
+    would have it read the model once more, from the disk where memory is short, before it is free. Raised are only
     ConfigError for an argument or one server under two names, ModelError for a model that cannot be opened, and
     whatever interrupts the call (Ctrl-C), after which every connection is closed.
     Source: docs/protocol.md, section 9.
