@@ -279,6 +279,7 @@ class _Seeding:
                     self._placed[stored.fnv1a] = tensor.name
                     return
                 replaces = there is False
+            writer.put_down(check)
             check()
             try:
                 writer.commit(stored.fnv1a)
