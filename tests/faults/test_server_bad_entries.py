@@ -17,9 +17,9 @@ from support.leaks import LeakCheck
 from support.raw_client import RawClient
 from support.reads import before_reads
 
+from weightwire.cache.directory import entry_name
 from weightwire.cache.quarantine import FOLDER, list_quarantine
 from weightwire.cache.reading import PIECE
-from weightwire.cache.store import entry_name
 from weightwire.hashing import fnv1a64
 from weightwire.server import Destination, Server
 

@@ -61,15 +61,20 @@ def sdist(build_python: Path, tmp_path_factory: pytest.TempPathFactory, tree: Pa
 
 @pytest.fixture(scope="session")
 def wheel_from_sdist(build_python: Path, sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel built from the source distribution alone."""
-    return build_wheel(build_python, sdist, tmp_path_factory.mktemp("wheel-from-sdist"))
+    """A wheel built from the source distribution alone, by a compiler that has nothing to warn of: neither in the core
+    nor in what Cython makes of the modules.
+    """
+    folder = tmp_path_factory.mktemp("wheel-from-sdist")
+    return build_wheel(build_python, sdist, folder, "cmake.define.WEIGHTWIRE_WERROR=on")
 
 
-def build_wheel(python: Path, source: Path, folder: Path) -> Path:
+def build_wheel(python: Path, source: Path, folder: Path, *settings: str) -> Path:
     """Build one wheel from a tree or an sdist."""
     path = {"PATH": f"{python.parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"}
     options = ["--no-deps", "--no-build-isolation", "--config-settings", f"build-dir={folder / 'cmake'}"]
     options += ["--config-settings", f"cmake.define.WEIGHTWIRE_VERBS={verbs_setting()}"]
+    for setting in settings:
+        options += ["--config-settings", setting]
     pip(python, "wheel", *options, "--wheel-dir", folder, source, what="building a wheel", timeout=110, env=path)
     (made,) = folder.glob("*.whl")
     return made

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import ipaddress
 import os
 import shutil
@@ -18,6 +19,7 @@ DEVICE_FATAL, QP_FATAL, PORT_ERR = 8, 1, 10
 HANDLES = ("contexts", "pds", "mrs", "cqs", "channels", "qps", "pinned")
 
 
+@functools.cache
 def cannot_build() -> str:
     """Why the stand-in cannot be built here, or nothing."""
     if shutil.which(CC) is None:

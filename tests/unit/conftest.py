@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
-import os
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +12,8 @@ from support.fakeverbs import FakeVerbs, build, cannot_build
 from support.rdma import connect_rdma
 from support.require import do_without
 
+from weightwire._native import _verbs
+from weightwire.errors import RdmaUnavailable
 from weightwire.transport.rdma import RdmaStream
 from weightwire.transport.tcp import TcpStream
 
@@ -23,14 +25,30 @@ def fake_library(tmp_path_factory: pytest.TempPathFactory) -> FakeVerbs:
     if why:
         do_without("the stand-in libibverbs", why)
     library = build(tmp_path_factory.mktemp("fake"))
-    os.environ["WEIGHTWIRE_LIBIBVERBS"] = str(library)
-    return FakeVerbs(library)
+    fake = FakeVerbs(library)
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("WEIGHTWIRE_LIBIBVERBS", str(library))
+        with contextlib.suppress(RdmaUnavailable):  # built without RDMA: its tests say so
+            fake.set("devices", 2)
+            assert len(_verbs.devices()) == 2, "the process has opened another libibverbs, and cannot open a second"
+    fake.reset()
+    return fake
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_other_libibverbs(request: pytest.FixtureRequest) -> None:
+    """Have the stand-in opened before the first test, whichever that is: a process opens only one."""
+    if not cannot_build():
+        request.getfixturevalue("fake_library")
 
 
 @pytest.fixture
 def fake(fake_library: FakeVerbs, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeVerbs]:
-    """The stand-in as at the start; afterwards nothing may be open, and nothing misused."""
+    """The stand-in as at the start; afterwards nothing may be open, and nothing misused. Processes that the test starts
+    open it too.
+    """
     monkeypatch.delenv("GGML_RPC_NO_RDMA")
+    monkeypatch.setenv("WEIGHTWIRE_LIBIBVERBS", str(fake_library.library))
     gc.collect()
     fake_library.reset()
     assert fake_library.handles() == {}

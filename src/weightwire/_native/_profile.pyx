@@ -57,13 +57,16 @@ cdef class Profile:
     def spent(self):
         """Nanoseconds in each stage: within the span up to the last mark, in the others up to now."""
         cdef ww_counts counts = counts_so_far(&self.core)
-        cdef int stage
-        return tuple([counts.spent[stage] for stage in range(WW_STAGES)])
+        cdef unsigned int stage
+        cdef list spent = []
+        # A comprehension would count in an int, and compare that with an unsigned enum.
+        for stage in range(WW_STAGES):
+            spent.append(counts.spent[stage])
+        return tuple(spent)
 
     def commands(self):
         """Count and nanoseconds of each command's number that has been counted."""
         cdef ww_counts counts = counts_so_far(&self.core)
-        cdef unsigned int number
         return {
             number: (counts.commands[number].count, counts.commands[number].ns)
             for number in range(WW_PROFILE_COMMANDS) if counts.commands[number].count

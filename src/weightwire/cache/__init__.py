@@ -6,10 +6,12 @@ A server keeps one (`TensorCache`); the other functions fill, list, check and pr
 from __future__ import annotations
 
 from weightwire.cache.check import BadEntry, CacheReport, verify_cache
+from weightwire.cache.directory import default_directory, entry_name
 from weightwire.cache.inspect import CacheStatus, Entry, Listing, cache_status, list_entries
 from weightwire.cache.prune import PruneResult, prune_cache
 from weightwire.cache.seeding import SeedResult, seed
-from weightwire.cache.store import CacheWriter, TensorCache, default_directory, entry_name
+from weightwire.cache.store import TensorCache
+from weightwire.cache.writing import CacheWriter
 
 __all__ = [
     "BadEntry",

@@ -9,9 +9,11 @@ import struct
 from collections.abc import Callable
 from typing import Final, Self
 
-from weightwire.cache.store import CacheWriter, TensorCache
+from weightwire.cache.store import TensorCache
+from weightwire.cache.writing import CacheWriter
 from weightwire.model.reading import read_range
 from weightwire.ranges import FileRange
+from weightwire.transport.files import write_back
 
 __all__ = ["CopyingWriter", "StrictCache", "copy_range"]
 
@@ -19,6 +21,7 @@ _FICLONERANGE: Final = 0x4020940D  # ioctl_ficlonerange(2): _IOW(0x94, 13, struc
 _PIECE: Final = 8 << 20
 """Bytes the kernel copies at a time: a look around in between."""
 
+_SYNC_STEP: Final = 32 << 20
 _WINDOW: Final = 1 << 20
 _CANNOT: Final = frozenset(
     {
@@ -71,6 +74,14 @@ class CopyingWriter(CacheWriter):
             tell(piece.nbytes)
         self.nbytes = payload.nbytes
         return 0
+
+    def put_down(self, check: Callable[[], object]) -> None:
+        """Have what was written on the disk, but for what only an fsync brings there: in steps, each with a ``check``
+        before, because an fsync of all of it cannot be stopped.
+        """
+        for start in range(0, self.nbytes, _SYNC_STEP):
+            check()
+            write_back(self._fd, start, _SYNC_STEP, wait=True)
 
     def content(self) -> FileRange:
         """What was written, to be hashed; valid until `commit` or `abort`."""

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from weightwire.cache.directory import checked_directory, default_directory
 from weightwire.cache.quarantine import FOLDER, list_quarantine
-from weightwire.cache.store import TEMP_NAME, checked_directory, default_directory
+from weightwire.cache.writing import TEMP_NAME
 from weightwire.errors import CacheError, ConfigError
 from weightwire.index import IndexChoice, Owner, index_for
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
 from queue import SimpleQueue
 from typing import Final, Generic, TypeVar
@@ -38,12 +38,13 @@ def run_each(
     work: Callable[[_T, Callable[[], None]], _R],
     threads: int,
     watch: Callable[[], object] = lambda: None,
-) -> Iterator[_R]:
+) -> Generator[_R, None, None]:
     """What ``work(item, check)`` gives for every item, in the order in which they are done.
 
     ``work`` calls ``check`` ten times a second or so. ``watch`` is called as often on the caller's thread. What either
     raises, and Ctrl-C, ends all work and is passed on, when no thread is at work any more. Where the system gives fewer
-    threads than ``threads``, those do it all; where it gives none, the caller's does.
+    threads than ``threads``, those do it all; where it gives none, the caller's does. Whoever may be interrupted
+    between two results closes the generator: its threads live as long as it does.
     """
     left = iter(items)
     pool = _Pool(work, threads)
@@ -96,13 +97,14 @@ class _Pool(Generic[_T, _R]):
         """Have one thread more, if there is one to be had. Whether there are any."""
         if len(self._threads) < self._most:
             thread = threading.Thread(target=self._serve, name=f"weightwire-cache_{len(self._threads)}")
+            # Before it is started: an interrupt may come while it starts.
+            self._threads.append(thread)
             try:
                 thread.start()
             except RuntimeError as error:
+                self._threads.remove(thread)
                 self._most = len(self._threads)
                 _log.warning("only %d of the threads that work on a cache could be started: %s", self._most, error)
-            else:
-                self._threads.append(thread)
         return bool(self._threads)
 
     def submit(self, item: _T) -> Future[_R]:
@@ -114,10 +116,11 @@ class _Pool(Generic[_T, _R]):
     def close(self) -> None:
         """Stop, and return when nobody works any more."""
         self._stopped.set()
-        for _ in self._threads:
-            self._tasks.put(None)
+        self._tasks.put(None)
         for thread in self._threads:
-            thread.join()
+            # One whose start was interrupted may not live, or not yet: it finds its end by itself.
+            if thread.is_alive():
+                thread.join()
 
     def _check(self) -> None:
         if self._stopped.is_set():
@@ -133,3 +136,4 @@ class _Pool(Generic[_T, _R]):
                 future.set_exception(error)
             # Nothing is kept alive while this thread waits.
             del task, future, item
+        self._tasks.put(None)  # for the next one

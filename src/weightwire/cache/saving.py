@@ -21,13 +21,14 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
+from weightwire.cache.kept import Save
 from weightwire.cache.progress import Progress
-from weightwire.cache.store import CacheWriter, TensorCache, same_bytes
+from weightwire.cache.store import TensorCache, same_bytes
 from weightwire.cache.workers import Workers
-from weightwire.hashing import FNV_OFFSET, fnv1a64
+from weightwire.cache.writing import CacheWriter
 from weightwire.transport.files import write_back
 
-__all__ = ["MAX_UNSYNCED", "SOON", "Save", "Saver"]
+__all__ = ["MAX_UNSYNCED", "SOON", "Saver"]
 
 logger = logging.getLogger(__name__)
 
@@ -41,107 +42,6 @@ SOON: Final = 256 << 20
 _THREADS: Final = ("save", "sync")
 _STEP: Final = 4 << 20
 _SYNC_STEP: Final = 32 << 20
-_SMALL: Final = 128 << 10
-"""A tensor up to this size is hashed by the thread that received it: handing it over would take longer."""
-
-
-class Save:
-    """One tensor being kept; made by `Saver.begin`. `landed`, `complete` and `abandon` are for who receives it."""
-
-    def __init__(self, saver: Saver, nbytes: int, window: memoryview | None) -> None:
-        self.nbytes = nbytes
-        self.content_hash: int | None = None
-        self.received = False
-        self.cancelled = False
-        self.writer: CacheWriter | None = None
-        self.written = 0
-        self.lost = False
-        """Whether it comes to no entry because something was in its way."""
-        self.stored = False
-        self._saver = saver
-        self._window = window
-        self._landed = 0
-        self._hashed = 0
-        self._digest = FNV_OFFSET
-        self._hashing = False
-
-    @property
-    def window(self) -> memoryview | None:
-        """The tensor's memory; None from when it is not needed any more."""
-        return self._window
-
-    def landed(self, end: int) -> None:
-        """The first ``end`` bytes are in place."""
-        with self._saver.condition:
-            self._landed = end
-            if self._hashing or end == self._hashed:
-                return
-            self._hashing = True
-        if self.nbytes <= _SMALL or not self._saver.workers.submit(self._turn):
-            while self._step():
-                pass
-
-    def complete(self) -> None:
-        """All of it is in place, and counts as sent: whoever asks for this entry from now on waits for it."""
-        with self._saver.condition:
-            self.received = True
-            if not self._hashing:
-                self._saver.hashed(self)
-
-    def abandon(self) -> None:
-        """It did not arrive, or is about to change: no entry comes of it, unless it has been written already."""
-        with self._saver.condition:
-            if self._window is not None:
-                self.cancelled = True
-                if not self._hashing:
-                    self._saver.hashed(self)
-
-    def settle(self, end: int | None = None, longest: float | None = None) -> None:
-        """Return when the first ``end`` bytes (None: all) of the memory may be changed: after some waiting, of at most
-        ``longest`` seconds, and at the price of the entry if the disk does not get on.
-        """
-        upto = self.nbytes if end is None else min(end, self.nbytes)
-        if not self._saver.reach(self, lambda: self._window is None or self.written >= upto, longest):
-            self._saver.give_up([self])
-
-    def release(self) -> None:
-        """The memory is not needed any more. The saver's lock is held."""
-        if self._window is not None:
-            self._window = None
-            self._saver.progress.moved()
-
-    # On a worker.
-
-    def _turn(self) -> None:
-        while self._step():
-            # To the end of the queue, behind the other clients' work.
-            if self._saver.workers.submit(self._turn):
-                return
-
-    def _step(self) -> bool:
-        """Hash what has landed, up to a few MiB. Whether there may be more."""
-        with self._saver.condition:
-            window = self._window
-            end = min(self._landed, self._hashed + _STEP)
-            if window is None or self.cancelled or end == self._hashed:
-                self._hashing = False
-                if self.received or self.cancelled:
-                    self._saver.hashed(self)
-                return False
-        try:
-            self._digest = fnv1a64(window[self._hashed : end], self._digest)
-        except Exception:
-            logger.exception("hashing a tensor for the cache failed")
-            self.cancelled = self.lost = True
-        self._hashed = end
-        with self._saver.condition:
-            self._saver.progress.moved()
-        return True
-
-    @property
-    def digest(self) -> int:
-        """The FNV-1a 64 of what has been hashed so far: of all of it, once it has been received."""
-        return self._digest
 
 
 class Saver:
@@ -210,6 +110,7 @@ class Saver:
                 return
         self._sync(save)
         self._count(save)
+        self._sync_names()
 
     def settled(self, content_hash: int, nbytes: int) -> None:
         """Wait for what is being kept and is, or may turn out to be, the entry ``content_hash`` of ``nbytes`` bytes;
@@ -353,6 +254,13 @@ class Saver:
             self._stored += save.stored
             self._lost += save.lost and not save.stored
 
+    def _sync_names(self) -> None:
+        """Have the new entries' names on the disk: a crash may undo the renaming until then, and costs the entries."""
+        with self.condition:
+            unlisted, self._unlisted = self._unlisted, False
+        if unlisted:
+            self._cache.sync_names()
+
     def _started(self) -> bool:
         if len(self._threads) == len(_THREADS):
             return True
@@ -477,10 +385,8 @@ class Saver:
                 self._end(save)
                 more = bool(self._to_sync)
             del save
-            # Until that is done a crash may undo the renaming, which costs nothing but the entries.
-            if self._unlisted and not more:
-                self._unlisted = False
-                self._cache.sync_names()
+            if not more:
+                self._sync_names()
 
     def _sync(self, save: Save) -> None:
         writer, content_hash = save.writer, save.content_hash
@@ -494,7 +400,9 @@ class Saver:
                 write_back(writer.fd, start, _SYNC_STEP, wait=True)
                 with self.condition:
                     self.progress.moved(disk=True)
-            if not self._cache.holds_file(content_hash, writer.fd, save.nbytes):
+            there = self._cache.holds_file(content_hash, writer.fd, save.nbytes, lambda: save.cancelled)
+            if not there and not save.cancelled:
                 save.stored = writer.commit(content_hash, lambda: not save.cancelled)
                 save.lost = save.lost or not (save.stored or save.cancelled)
-                self._unlisted |= save.stored
+                with self.condition:
+                    self._unlisted |= save.stored

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -13,8 +14,8 @@ from dataclasses import dataclass
 from typing import Final, TypeGuard
 
 from weightwire.cache.copying import CopyingWriter, StrictCache
+from weightwire.cache.directory import default_directory, entry_name
 from weightwire.cache.pool import run_each, worker_count
-from weightwire.cache.store import default_directory, entry_name
 from weightwire.errors import CacheError, ConfigError
 from weightwire.hashing import hash_payloads
 from weightwire.index import FileIdentity, Hashes, HashIndex, IndexChoice, hash_with_digest, identity_of, index_for
@@ -147,18 +148,21 @@ class _Seeding:
 
         self._look_up()
         try:
-            for _ in run_each(self._tensors, self._one, threads, watch):
-                pass
+            self._each(self._tensors, threads, watch)
         except CacheError as error:
             if threads < 2 or error.errno not in _NO_ROOM:
                 raise
             # Half-written entries share the room that is left, and one by itself may fit.
-            for _ in run_each(self._left_over(), self._one, 0, watch):
-                pass
+            self._each(self._left_over(), 0, watch)
         self._done = total
         watch()
         if self._not_stored:
             raise self._not_stored[0]
+
+    def _each(self, tensors: list[ModelTensor], threads: int, watch: Callable[[], None]) -> None:
+        with contextlib.closing(run_each(tensors, self._one, threads, watch)) as stored:
+            for _ in stored:
+                pass
 
     def _left_over(self) -> list[ModelTensor]:
         """The tensors without an entry, when nobody works any more: from the beginning with them."""
@@ -275,6 +279,7 @@ class _Seeding:
                     self._placed[stored.fnv1a] = tensor.name
                     return
                 replaces = there is False
+            writer.put_down(check)
             check()
             try:
                 writer.commit(stored.fnv1a)

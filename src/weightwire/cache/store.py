@@ -13,17 +13,17 @@ import errno
 import fcntl
 import logging
 import os
-import re
 import stat
-import tempfile
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from weightwire.cache.directory import checked_directory, entry_name, make_directory, unmake_directories
 from weightwire.cache.quarantine import move_aside
 from weightwire.cache.reading import EntryChanged
+from weightwire.cache.writing import TEMP_NAME, CacheWriter
 from weightwire.config import CACHE_VERIFY_MODES, shown
 from weightwire.errors import ConfigError, WeightwireError
 from weightwire.hashing import hash_payloads
@@ -33,72 +33,17 @@ from weightwire.transport.memory import first_difference
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = [
-    "NOT_ITS_NAME",
-    "TEMP_NAME",
-    "CacheWriter",
-    "TensorCache",
-    "checked_directory",
-    "default_directory",
-    "entry_name",
-    "same_bytes",
-]
+__all__ = ["NOT_ITS_NAME", "TensorCache", "same_bytes"]
 
 logger = logging.getLogger(__name__)
 
 NOT_ITS_NAME: Final = "its content is not what its name says"
 
 _PIECE: Final = 1 << 20
-_TEMP_PREFIX: Final = ".weightwire-"
-_TEMP_SUFFIX: Final = ".tmp"
-TEMP_NAME: Final = re.compile(r"\.weightwire-[a-z0-9_]{8}\.tmp", re.ASCII)
 _REMEMBERED: Final = 4096
 
 _BAD_ENTRY: Final = frozenset((errno.EACCES, errno.EPERM, errno.EIO, errno.ELOOP, errno.ENXIO, errno.ENODEV))
 """What opening or reading says of the entry itself; everything else (too many open files, say) may be over soon."""
-
-
-def entry_name(content_hash: int) -> str:
-    """The file name of the entry for ``content_hash``, a 64-bit FNV-1a. ValueError if it does not fit 64 bits."""
-    if not 0 <= content_hash < 1 << 64:
-        raise ValueError(f"{content_hash} is not a 64-bit hash")
-    return f"{content_hash:016x}"
-
-
-def default_directory() -> Path:
-    """Where a stock server keeps its cache on Linux.
-
-    ``$LLAMA_CACHE/rpc``, else ``$XDG_CACHE_HOME/llama.cpp/rpc``, else ``~/.cache/llama.cpp/rpc``
-    (docs/protocol.md, section 9). An empty variable counts as unset.
-    """
-    if given := os.environ.get("LLAMA_CACHE"):
-        return Path(given) / "rpc"
-    if shared := os.environ.get("XDG_CACHE_HOME"):
-        return Path(shared) / "llama.cpp" / "rpc"
-    return Path.home() / ".cache" / "llama.cpp" / "rpc"
-
-
-def checked_directory(directory: str | os.PathLike[str]) -> Path:
-    """``directory`` as a path. ConfigError if no file could have such a name, or it is empty."""
-    text: object = None
-    with contextlib.suppress(TypeError):
-        text = os.fspath(directory)
-    if not isinstance(text, str):
-        raise ConfigError(f"cache directory {directory!r} is not a path in text form")
-    if not text.strip() or "\0" in text or not _encodes(text):
-        raise ConfigError(
-            f"cache directory {text!r} cannot be the name of a directory", hint='"." is the current directory'
-        )
-    return Path(text)
-
-
-def _encodes(text: str) -> bool:
-    """Whether ``text`` can be made the bytes of a name; a lone surrogate may have none."""
-    try:
-        os.fsencode(text)
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 class TensorCache:
@@ -118,7 +63,7 @@ class TensorCache:
             raise ConfigError(f"verify={shown(verify)}", hint=f"one of {', '.join(CACHE_VERIFY_MODES)}")
         self.verify = verify
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
+            self._made = make_directory(self.directory)
         except OSError as error:
             raise ConfigError(
                 f"cache directory {self.directory} cannot be made: {error.strerror or error}",
@@ -134,6 +79,10 @@ class TensorCache:
 
     def __repr__(self) -> str:
         return f"TensorCache({str(self.directory)!r})"
+
+    def unmake(self) -> None:
+        """Remove the directories that were made for this object and are empty: what it was made for cannot begin."""
+        unmake_directories(self._made)
 
     def path_for(self, content_hash: int) -> Path:
         """Where the entry for ``content_hash`` is or would be."""
@@ -264,9 +213,9 @@ class TensorCache:
             finally:
                 os.close(fd)
 
-    def holds_file(self, content_hash: int, fd: int, nbytes: int) -> bool:
+    def holds_file(self, content_hash: int, fd: int, nbytes: int, stopped: Callable[[], bool] = lambda: False) -> bool:
         """Whether the entry is there with exactly the ``nbytes`` bytes of the open file ``fd``. Any failure counts as
-        no.
+        no, and so does that it was ``stopped`` meanwhile.
         """
         if self.size_of(content_hash) != nbytes:
             return False
@@ -275,6 +224,8 @@ class TensorCache:
             return False
         try:
             for start in range(0, nbytes, _PIECE):
+                if stopped():
+                    return False
                 piece = os.pread(fd, min(_PIECE, nbytes - start), start)
                 if not piece or piece != os.pread(entry, len(piece), start):
                     return False
@@ -381,112 +332,3 @@ def same_bytes(fd: int, payload: Buffer, stopped: Callable[[], bool] = lambda: F
             if len(found) != piece.nbytes or first_difference(found, piece) >= 0:
                 return False
     return True
-
-
-class CacheWriter:
-    """One entry being written under a temporary name in the cache's directory; a context manager.
-
-    `write` the payload in order, then `commit`. Leaving the block without a commit removes the temporary file. A
-    failure of the disk is logged by the cache, turns the writer off and makes `commit` return False; nothing is
-    raised.
-    """
-
-    def __init__(self, cache: TensorCache) -> None:
-        self._cache = cache
-        self._fd = -1
-        self._temp = ""
-        try:
-            while self._fd < 0:
-                self._begin()
-        except OSError as error:
-            cache.lost("making a temporary file", error)
-
-    def _begin(self) -> None:
-        # mkstemp opens with 0600; the entry gets ordinary permissions when it is put in place.
-        fd, temp = tempfile.mkstemp(prefix=_TEMP_PREFIX, suffix=_TEMP_SUFFIX, dir=self._cache.directory)
-        with contextlib.suppress(OSError):  # a file system without locks: nobody can take it for abandoned there
-            fcntl.flock(fd, fcntl.LOCK_EX)
-        # Somebody who starts may have looked at the file before it was locked, and removed it.
-        if os.fstat(fd).st_nlink:
-            self._fd, self._temp = fd, temp
-        else:
-            os.close(fd)
-
-    def __enter__(self) -> CacheWriter:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.abort()
-
-    def write(self, chunk: Buffer) -> None:
-        """Append ``chunk``."""
-        if self._fd < 0:
-            return
-        try:
-            with memoryview(chunk) as whole, whole.cast("B") as view:
-                done = 0
-                while done < view.nbytes:
-                    done += os.write(self._fd, view[done : done + (64 << 20)])
-        except OSError as error:
-            self._cache.lost("writing", error)
-            self.abort()
-
-    @property
-    def fd(self) -> int:
-        """The temporary file, open for writing and reading; -1 when there is none (any more)."""
-        return self._fd
-
-    def commit(self, content_hash: int, still: Callable[[], bool] = lambda: True) -> bool:
-        """Sync the file and give it the name of ``content_hash``, replacing a file or link of that name.
-
-        ``still`` is asked after the sync, which may take long, whether the entry is still wanted. Whether the entry is
-        in place.
-        """
-        if self._fd < 0:
-            return False
-        path = self._cache.path_for(content_hash)
-        try:
-            os.fchmod(self._fd, 0o666 & ~_umask())
-            os.fsync(self._fd)
-            if not still():
-                self.abort()
-                return False
-            os.replace(self._temp, path)
-        except OSError as error:
-            self._cache.lost(f"storing {path.name}", error)
-            self.abort()
-            return False
-        self._temp = ""
-        self.abort()
-        self._cache.written()
-        return True
-
-    def abort(self) -> None:
-        """Close, and remove the temporary file unless it was committed. Idempotent."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
-        temp, self._temp = self._temp, ""
-        if temp:
-            with contextlib.suppress(OSError):
-                os.unlink(temp)
-
-    def unlink(self) -> None:
-        """Remove the temporary file's name and nothing else, from another thread than the one that writes: for who
-        cannot wait for the disk. What is written is lost.
-        """
-        if self._temp:
-            with contextlib.suppress(OSError):
-                os.unlink(self._temp)
-
-
-def _umask() -> int:
-    # Reading the umask means setting it, which is not safe with threads; Linux shows it without.
-    try:
-        with open("/proc/self/status", encoding="ascii") as status:
-            for line in status:
-                if line.startswith("Umask:"):
-                    return int(line.split()[1], 8)
-    except (OSError, ValueError):
-        pass
-    return 0o022

@@ -134,8 +134,8 @@ def serve(
     )
     check_protocol(config.protocol, "WEIGHTWIRE_SERVER_PROTOCOL")
     profiles = _Profiles() if show_profile and as_json else None
-    directory = _cache_directory(config.cache) if config.cache is not None else None
-    with _Stop() as stop, contextlib.ExitStack() as ending:
+    with _Stop() as stop, contextlib.ExitStack() as unmaking, contextlib.ExitStack() as ending:
+        directory = _cache_directory(config.cache, unmaking) if config.cache is not None else None
         with cannot_here("choose another --port (0 takes a free one); --host must be an address of this machine"):
             server = Server(
                 config.host,
@@ -154,6 +154,7 @@ def serve(
             metrics = ending.enter_context(_metrics(server, config)) if config.metrics_port is not None else None
             ending.callback(server.close)
             server.start()
+            unmaking.pop_all()
         try:
             _announce(server, config, metrics, as_json)
             if profiles:
@@ -222,8 +223,10 @@ class _Profiles:
                 object_({"profile": profile.as_dict()})
 
 
-def _cache_directory(text: str) -> Path:
-    """Make the cache directory if need be and see that entries can be written there."""
+def _cache_directory(text: str, unmaking: contextlib.ExitStack) -> Path:
+    """Make the cache directory if need be and see that entries can be written there; ``unmaking`` undoes that."""
+    from weightwire.cache.directory import make_directory, unmake_directories
+
     try:
         directory = Path(text).expanduser()
     except RuntimeError as error:
@@ -234,7 +237,7 @@ def _cache_directory(text: str) -> Path:
             raise ConfigError(
                 f"--cache: {directory} is not a directory", hint="name a directory, or a new path to create one"
             )
-        directory.mkdir(parents=True, exist_ok=True)
+        unmaking.callback(unmake_directories, make_directory(directory))
     except OSError as error:
         shown = reprlib.repr(str(directory)) if error.errno == errno.ENAMETOOLONG else str(directory)
         raise Failure(

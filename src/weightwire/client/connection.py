@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Self
 
@@ -19,7 +19,7 @@ from weightwire.client.result import PushResult
 from weightwire.config import PathConfig, profile_wanted
 from weightwire.index import IndexChoice
 from weightwire.transport.address import format_sockaddr
-from weightwire.transport.negotiate import open_connection
+from weightwire.transport.negotiate import check_arguments, open_connection
 from weightwire.transport.profiling import LoadRecorder, print_profile
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from weightwire.wire.dialect import Dialect
     from weightwire.wire.hello import Greeting
 
-__all__ = ["Connection", "connect", "connect_measured"]
+__all__ = ["Connection", "Reach", "connect", "connect_measured"]
 
 
 def connect(
@@ -63,10 +63,28 @@ def connect(
     an answer that is none, RdmaUnavailable where RDMA was required, TransferTimeout, PeerClosed and TransportError for
     the rest. Source: docs/protocol.md, sections 6 and 8.
     """
-    wanted = profile_wanted(profile)
-    path = PathConfig.resolve(optimized=optimized)
-    opened = open_connection(endpoint, timeout, protocol, transport, optimized=path.optimized)
-    return Connection(*opened, profile=wanted, optimized=path.optimized)
+    reach = Reach(timeout=timeout, protocol=protocol, transport=transport, profile=profile, optimized=optimized)
+    return reach(endpoint)
+
+
+class Reach:
+    """How one or several servers are connected to: the arguments of `connect`, checked before any is.
+
+    ConfigError for one that cannot be used.
+    """
+
+    def __init__(
+        self, *, timeout: float, protocol: str | None, transport: str, profile: bool | None, optimized: bool | None
+    ) -> None:
+        self._profile = profile_wanted(profile)
+        self.optimized = PathConfig.resolve(optimized=optimized).optimized
+        check_arguments(timeout, protocol, transport)
+        self._asked = (timeout, protocol, transport)
+
+    def __call__(self, endpoint: str, connected: Callable[[ByteStream, float], object] | None = None) -> Connection:
+        """As `connect`; ``connected`` is that of `open_connection`."""
+        opened = open_connection(endpoint, *self._asked, optimized=self.optimized, connected=connected)
+        return Connection(*opened, profile=self._profile, optimized=self.optimized)
 
 
 def connect_measured(

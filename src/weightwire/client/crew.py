@@ -17,13 +17,15 @@ from weightwire.transport.address import format_endpoint, parse_endpoint
 if TYPE_CHECKING:
     from weightwire.client.options import ProgressCallback
 
-__all__ = ["Member", "SummedProgress", "Target", "as_targets", "run_all"]
+__all__ = ["ONCE", "Member", "SummedProgress", "Target", "as_targets", "run_all"]
 
 _R = TypeVar("_R")
 
 _LOOK: Final = 0.2
 """Seconds between two looks at whether something has to stop everybody."""
 
+ONCE: Final = "a stock server serves one client at a time: give each server once, with all that is for it"
+"""What to do about a server that is given twice."""
 
 _ENDPOINT: Final = "give HOST:PORT or a weightwire.Target"
 _TARGET: Final = 'such as Target("192.0.2.7:50052", layers="20-39")'
@@ -57,7 +59,7 @@ def as_targets(targets: str | Target | Iterable[str | Target]) -> list[Target]:
 
     Raises ConfigError for none at all, an endpoint that cannot be read, and one that occurs twice: a stock server
     serves one client at a time, so the second connection would wait for the first until its timeout. The texts are
-    compared, not what the names stand for, which only a resolver could say.
+    compared; what they lead to is, where it is connected to (`weightwire.client.peers`).
     """
     if not isinstance(targets, Iterable | Target):
         raise ConfigError(f"targets: {shown(targets)} is no endpoint", hint=_ENDPOINT)
@@ -73,7 +75,7 @@ def as_targets(targets: str | Target | Iterable[str | Target]) -> list[Target]:
         if name in seen:
             raise ConfigError(
                 f"targets: {name} is there twice",
-                hint="a stock server serves one client at a time: give each server once, with all that is for it",
+                hint=ONCE,
             )
         seen.add(name)
         made.append(target)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Self, overload
 
-from weightwire.client.connection import Connection, connect
+from weightwire.client.connection import Connection, Reach
 from weightwire.client.crew import SummedProgress, Target, as_targets
 from weightwire.client.dropping import Claim
 from weightwire.client.layers import parse_layers
@@ -16,12 +15,10 @@ from weightwire.client.plan import select
 from weightwire.client.push import ModelSource, push_selected
 from weightwire.client.result import PushResult
 from weightwire.client.shared import SharedHashes, visit_all
-from weightwire.config import PathConfig, profile_wanted
 from weightwire.index import IndexChoice
 from weightwire.model import Model, ModelTensor
 from weightwire.model.choosing import compile_include
 from weightwire.model.opening import opened_model
-from weightwire.transport.negotiate import check_arguments
 
 __all__ = ["Pushed", "PushedAll", "chosen_for", "push_all"]
 
@@ -115,13 +112,12 @@ def push_all(
     other arguments are those of `Connection.push` and `connect`.
 
     One that fails does not stop the others: its error is in the result, whose connections are open until `PushedAll`
-    is closed. Raised are only ConfigError for an argument, ModelError for a model that cannot be opened, and whatever
-    interrupts the call (Ctrl-C), after which every connection is closed and nothing reads the model any more.
+    is closed. Raised are only ConfigError for an argument, or where two targets turn out to be one server when they are
+    connected to, ModelError for a model that cannot be opened, and whatever interrupts the call (Ctrl-C), after which
+    every connection is closed and nothing reads the model any more.
     """
     aims = as_targets(targets)
-    profile = profile_wanted(profile)
-    path = PathConfig.resolve(optimized=optimized)
-    check_arguments(timeout, protocol, transport)
+    reach = Reach(timeout=timeout, protocol=protocol, transport=transport, profile=profile, optimized=optimized)
     with opened_model(model) as opened:
         chosen = [chosen_for(opened, target) for target in aims]
         totals = [sum(tensor.nbytes for tensor in tensors) for tensors in chosen]
@@ -140,7 +136,7 @@ def push_all(
                 probe=probe,
                 drop_behind=drop_behind,
                 read=read,
-                optimized=path.optimized,
+                optimized=reach.optimized,
             )
             for number, target in enumerate(aims)
         ]
@@ -154,13 +150,5 @@ def push_all(
             with channel.exclusive("push"):
                 return push_selected(channel, opened, chosen[number], mine, hashes, feed, claim=claim)
 
-        reach = partial(
-            connect,
-            timeout=timeout,
-            protocol=protocol,
-            transport=transport,
-            profile=profile,
-            optimized=path.optimized,
-        )
         members = visit_all(opened, aims, chosen, options[0], summed, reach, work)
         return PushedAll(Pushed(m.target, m.connection, m.result, m.error) for m in members)

@@ -6,15 +6,17 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from weightwire.client.crew import Member, SummedProgress, Target, run_all
 from weightwire.client.dropping import Claim, claims_for, dropping
 from weightwire.client.hashes import TensorHashes
+from weightwire.client.peers import Peers
 from weightwire.errors import ModelError
 
 if TYPE_CHECKING:
-    from weightwire.client.connection import Connection
+    from weightwire.client.connection import Connection, Reach
     from weightwire.client.hashpool import HashFeed
     from weightwire.client.options import PushOptions
     from weightwire.model import Model, ModelTensor
@@ -85,16 +87,17 @@ def visit_all(
     chosen: Sequence[Sequence[ModelTensor]],
     options: PushOptions,
     summed: SummedProgress,
-    connect: Callable[[str], Connection],
+    connect: Reach,
     work: Callable[[int, Connection, SharedHashes | None, Claim | None], _R],
 ) -> list[Member[_R]]:
     """`run_all` for ``targets`` that want ``chosen`` of ``model``.
 
     For each there is ``work(number, connection, hashes, claim)``. The hashes are those of `shared_hashes`, the claim is
-    None unless files are dropped behind; both are let go of when that is over, and where ``connect``, given the
-    endpoint, makes no connection. What ``summed`` was stopped by ends all. What was found out goes into the index if
-    one of them has succeeded.
+    None unless files are dropped behind; both are let go of when that is over, and where ``connect`` makes no
+    connection. What ``summed`` was stopped by ends all, and so does ConfigError where two endpoints lead to one server.
+    What was found out goes into the index if one of them has succeeded.
     """
+    peers = Peers([target.endpoint for target in targets])
     with dropping(options.drop_behind) as drop, shared_hashes(model, chosen, options) as shared:
         claims = claims_for(drop, chosen)
 
@@ -106,11 +109,14 @@ def visit_all(
                 claim.close()
 
         def reach(target: Target) -> Connection:
+            number = targets.index(target)
             try:
-                return connect(target.endpoint)
+                return connect(target.endpoint, partial(peers.connected, number))
             except BaseException:
-                leave(targets.index(target))
+                leave(number)
                 raise
+            finally:
+                peers.gone(number)
 
         def visit(number: int, connection: Connection) -> _R:
             try:
@@ -120,7 +126,7 @@ def visit_all(
             summed.finish(number)
             return result
 
-        members = run_all(targets, reach, visit, lambda: summed.error)
+        members = run_all(targets, reach, visit, lambda: summed.error or peers.error)
         try:
             if shared is not None and any(member.result is not None for member in members):
                 shared.record()

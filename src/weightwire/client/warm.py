@@ -5,12 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from weightwire.client import device as devices
 from weightwire.client.asking import Questions
 from weightwire.client.channel import Channel
-from weightwire.client.connection import Connection, connect
+from weightwire.client.connection import Connection, Reach
 from weightwire.client.crew import SummedProgress, Target, as_targets
 from weightwire.client.dropping import Claim
 from weightwire.client.fanout import chosen_for
@@ -23,14 +22,12 @@ from weightwire.client.remote import RemoteBuffer, RemoteTensor
 from weightwire.client.sender import Sender
 from weightwire.client.shared import SharedHashes, visit_all
 from weightwire.client.sources import Sources
-from weightwire.config import PathConfig, profile_wanted
 from weightwire.errors import AllocationError, CacheUnavailable
 from weightwire.index import IndexChoice
 from weightwire.model import Model, ModelTensor
 from weightwire.model.opening import opened_model
 from weightwire.profile import LoadProfile, Stage
 from weightwire.ranges import FileRange
-from weightwire.transport.negotiate import check_arguments
 
 __all__ = ["WarmSummary", "Warmed", "warm"]
 
@@ -106,15 +103,15 @@ def warm(
     One that fails does not stop the others: its error is in the list, in the order of ``targets``. It is
     CacheUnavailable if the server does not keep what it is sent, which is found out after the first tensor (and the
     second, if it has a cache but lacks the first) and again after the last, AllocationError where no tensor fits its
-    largest buffer or it lacks the memory for the buffer, and otherwise as with `Connection.push`. Raised are only
-    ConfigError for an argument, ModelError for a model that cannot be opened, and whatever interrupts the call
-    (Ctrl-C), after which every connection is closed.
+    largest buffer or it lacks the memory for the buffer, and otherwise as with `Connection.push`. It is not asked about
+    those between: to say yes a server reads the whole entry and fills the tensor from it, so that asking about all
+    would have it read the model once more, from the disk where memory is short, before it is free. Raised are only
+    ConfigError for an argument or one server under two names, ModelError for a model that cannot be opened, and
+    whatever interrupts the call (Ctrl-C), after which every connection is closed.
     Source: docs/protocol.md, section 9.
     """
     aims = as_targets(targets)
-    profile = profile_wanted(profile)
-    path = PathConfig.resolve(optimized=optimized)
-    check_arguments(timeout, protocol, transport)
+    reach = Reach(timeout=timeout, protocol=protocol, transport=transport, profile=profile, optimized=optimized)
     options = PushOptions(
         cache="always",
         threads=threads,
@@ -122,7 +119,7 @@ def warm(
         index=index,
         drop_behind=drop_behind,
         read=read,
-        optimized=path.optimized,
+        optimized=reach.optimized,
     )
     with opened_model(model) as opened:
         chosen = [[tensor for tensor in chosen_for(opened, target) if is_cached(tensor)] for target in aims]
@@ -138,14 +135,6 @@ def warm(
                     aims[number].device, hashes, feed, claim, options, summed.of(number),
                 )  # fmt: skip
 
-        reach = partial(
-            connect,
-            timeout=timeout,
-            protocol=protocol,
-            transport=transport,
-            profile=profile,
-            optimized=path.optimized,
-        )
         members = visit_all(opened, aims, chosen, options, summed, reach, work)
     return [
         Warmed(
@@ -155,7 +144,7 @@ def warm(
             None if member.connection is None else member.connection.transport,
             member.result,
             member.error,
-            path.optimized,
+            reach.optimized,
             None if member.connection is None else member.connection.dialect.text,
         )
         for member in members

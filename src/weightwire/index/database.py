@@ -26,6 +26,9 @@ _MAGIC: Final = b"SQLite format 3\0"
 _POLL: Final = 0.1
 """Seconds that SQLite waits for a lock by itself; longer waits are ours, where Ctrl-C is heard."""
 
+_APPLICATION_AT: Final = 68
+"""Where a database's head has the application_id, big-endian (SQLite's "Database File Format", section 1.3)."""
+
 _PATIENCE = 1.0
 """Seconds that a process is given to move a damaged index aside."""
 
@@ -127,29 +130,37 @@ def move_aside(path: Path, seen: tuple[int, int] | None) -> bool:
     """Rename a damaged index to ``<name>.damaged``, unless another process has done so since ``seen`` was there.
 
     ``seen`` is its (device, inode). True if the place is free or holds another file now. A file that was never an
-    index, as a mistaken WEIGHTWIRE_INDEX may name, is left where it is: False.
+    index, as a mistaken WEIGHTWIRE_INDEX may name, is left where it is, and nothing is made beside it: False.
     """
     try:
+        if not _was_ours(path):
+            return False
         with open(path.with_name(path.name + ".lock"), "ab") as lock:
             _take(lock)
-            try:
-                found = os.stat(path)
-            except FileNotFoundError:
-                return True
+            found = os.stat(path)
             if seen is not None and (found.st_dev, found.st_ino) != seen:
                 return True
-            with open(path, "rb") as file:
-                start = file.read(len(_MAGIC))
-            if start != _MAGIC and path.suffix != ".sqlite3":
+            if not _was_ours(path):  # another one may have come while the lock was waited for
                 return False
             # First the journal: it must never be played back into the index that is begun anew.
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path.with_name(path.name + "-journal"))
             os.replace(path, path.with_name(path.name + ".damaged"))
             return True
+    except FileNotFoundError:
+        return True
     except OSError as error:
         logger.debug("index %s cannot be moved aside: %s", path, error)
         return False
+
+
+def _was_ours(path: Path) -> bool:
+    """Whether the damaged file at ``path`` is an index by its head, or by its name where it has no database's head."""
+    with open(path, "rb") as file:
+        start = file.read(_APPLICATION_AT + 4)
+    if start.startswith(_MAGIC):
+        return start[_APPLICATION_AT:] == _APPLICATION.to_bytes(4, "big")
+    return path.suffix == ".sqlite3"
 
 
 def _take(lock: IO[bytes]) -> None:

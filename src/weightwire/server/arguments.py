@@ -6,7 +6,8 @@ import operator
 import os
 from pathlib import Path
 
-from weightwire.cache.store import TensorCache, checked_directory
+from weightwire.cache.directory import checked_directory
+from weightwire.cache.store import TensorCache
 from weightwire.config import CACHE_VERIFY_MODES, parse_host, shown
 from weightwire.errors import ConfigError
 

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable
 from typing import Final, NamedTuple
 
 from weightwire.cache import progress
-from weightwire.cache.saving import Save, Saver
+from weightwire.cache.kept import Save
+from weightwire.cache.saving import Saver
 from weightwire.errors import WeightwireError
 from weightwire.server.capacity import MAX_BUFFERS, AddressSpace, Capacity
 from weightwire.server.coverage import Coverage

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import selectors
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -16,9 +14,10 @@ from weightwire.cache.saving import Saver
 from weightwire.cache.store import TensorCache
 from weightwire.cache.workers import Workers
 from weightwire.config import RETAIN_MODES, PathConfig, checked_seconds, profile_wanted, shown
-from weightwire.errors import ConfigError, RdmaUnavailable, TransportError
+from weightwire.errors import ConfigError, RdmaUnavailable
 from weightwire.profile import LoadProfile
 from weightwire.server import arguments
+from weightwire.server.accepting import Acceptor
 from weightwire.server.capacity import MAX_PINNED, Capacity, Tally
 from weightwire.server.destinations import Destination, HostMemory
 from weightwire.server.plain import NoPopulator, PlainSaver
@@ -27,7 +26,6 @@ from weightwire.server.served import Registry, ServedTensor
 from weightwire.server.session import Services, Session
 from weightwire.server.stats import Ledger, ServerStats
 from weightwire.server.waiting import WaitingRoom
-from weightwire.threads import start
 from weightwire.transport.address import format_sockaddr
 from weightwire.transport.devices import check_environment
 from weightwire.transport.memory import available_memory
@@ -41,7 +39,6 @@ __all__ = ["Server"]
 logger = logging.getLogger(__name__)
 
 _JOIN_SECONDS: Final = 5.0
-_ACCEPT_PAUSE: Final = 0.5
 _MAX_BYTES: Final = (1 << 64) - 1
 _MAX_CLIENTS: Final = 4096
 
@@ -129,9 +126,7 @@ class Server:
         self._closed = threading.Event()
         self._closer: threading.Thread | None = None
         self._endpoints: tuple[str, ...] = ()
-        self._wake: socket.socket | None = None
-        self._unlisten = contextlib.ExitStack()
-        self._acceptor: threading.Thread | None = None
+        self._acceptor: Acceptor | None = None
         self._populator = Populator() if self._optimized else NoPopulator()
         self._workers = Workers()
         self._saver: Saver | None = None
@@ -157,60 +152,59 @@ class Server:
                 return self
             if self._transport != "tcp":
                 check_environment(os.environ)
-            cache = self._cache_at
-            if cache is not None and not isinstance(cache, TensorCache):
-                cache = TensorCache(cache, verify=self._cache_verify)
-            make_saver = Saver if self._optimized else PlainSaver
-            self._saver = make_saver(cache, self._workers) if cache is not None else None
-            self._services = Services(
-                dialect=self._dialect,
-                greeting=self._greeting,
-                cache=cache,
-                saver=self._saver,
-                workers=self._workers,
-                capacity=Capacity(self._memory if self._memory is not None else available_memory()),
-                registry=self._registry,
-                populator=self._populator,
-                destination=self._destination,
-                hello_timeout=self._hello_timeout,
-                stall_timeout=self._stall_timeout,
-                transport=self._transport,
-                pinned=Tally(MAX_PINNED),
-                on_profile=self._on_profile,
-                print_profile=self._print_profile,
-                optimized=self._optimized,
-            )
-            self._listen()
+            with contextlib.ExitStack() as undo:
+                cache = self._cache_at
+                if cache is not None and not isinstance(cache, TensorCache):
+                    cache = TensorCache(cache, verify=self._cache_verify)
+                    undo.callback(cache.unmake)
+                self._prepare(cache)
+                self._listen()
+                undo.pop_all()
             self._ledger.begin(cache)
             self._started = True
             self._process = os.getpid()
         logger.info("serving protocol %s on %s", self._greeting.text, ", ".join(self._endpoints))
         return self
 
+    def _prepare(self, cache: TensorCache | None) -> None:
+        make_saver = Saver if self._optimized else PlainSaver
+        self._saver = make_saver(cache, self._workers) if cache is not None else None
+        self._services = Services(
+            dialect=self._dialect,
+            greeting=self._greeting,
+            cache=cache,
+            saver=self._saver,
+            workers=self._workers,
+            capacity=Capacity(self._memory if self._memory is not None else available_memory()),
+            registry=self._registry,
+            populator=self._populator,
+            destination=self._destination,
+            hello_timeout=self._hello_timeout,
+            stall_timeout=self._stall_timeout,
+            transport=self._transport,
+            pinned=Tally(MAX_PINNED),
+            on_profile=self._on_profile,
+            print_profile=self._print_profile,
+            optimized=self._optimized,
+        )
+
     def _listen(self) -> None:
+        acceptor = Acceptor(
+            listen_tcp(self._host, self._port),
+            admit=self._admit,
+            failed=self._failed,
+            patience=self._patience,
+            turn_away=self._turn_away,
+        )
         with contextlib.ExitStack() as undo:
-            listeners = listen_tcp(self._host, self._port)
-            for listener in listeners:
-                undo.callback(listener.close)
-                listener.setblocking(False)
-            names = [listener.getsockname() for listener in listeners]
+            undo.callback(acceptor.close)
             if self._transport == "rdma":
-                self._check_rdma([name[0] for name in names])
-            try:
-                wake = socket.socketpair()
-            except OSError as error:
-                raise TransportError(
-                    f"cannot make a socket pair: {error.strerror}", operation="socketpair", errno=error.errno
-                ) from error
-            for end in wake:
-                undo.callback(end.close)
-            acceptor = threading.Thread(
-                target=self._accept_all, args=(listeners, wake[0]), name="weightwire-accept", daemon=True
-            )
-            start(acceptor)
-            self._acceptor, self._wake, self._unlisten = acceptor, wake[1], undo.pop_all()
-        self._port = names[0][1]
-        self._endpoints = tuple(map(format_sockaddr, names))
+                self._check_rdma([name[0] for name in acceptor.names])
+            acceptor.start()
+            undo.pop_all()
+        self._acceptor = acceptor
+        self._port = acceptor.names[0][1]
+        self._endpoints = tuple(map(format_sockaddr, acceptor.names))
 
     @staticmethod
     def _check_rdma(addresses: list[str]) -> None:
@@ -243,6 +237,7 @@ class Server:
                 self._closer = caller
             sessions = dict(self._sessions)
             waiting = self._waiting.everybody()
+            acceptor = self._acceptor.thread if self._acceptor is not None else None
         if first:
             try:
                 self._end(sessions, waiting, time.monotonic() + _JOIN_SECONDS)
@@ -251,21 +246,21 @@ class Server:
                     self._ledger.end()
                 self._closed.set()
         # Called back by the server, the closing thread may be waiting for this very one.
-        elif caller not in (self._closer, self._acceptor, *sessions.values()):
+        elif caller not in (self._closer, acceptor, *sessions.values()):
             self._closed.wait(_JOIN_SECONDS)
 
     def _end(self, sessions: dict[Session, threading.Thread], waiting: list[TcpStream], deadline: float) -> None:
-        if self._wake is not None:
-            with contextlib.suppress(OSError):
-                self._wake.send(b"x")
+        if self._acceptor is not None:
+            self._acceptor.stop()
         if self._saver is not None:
             self._saver.hurry()
         for session in sessions:
             session.stop()
         for stream in waiting:
             stream.close()
-        self._join(self._acceptor, deadline)
-        self._unlisten.close()
+        if self._acceptor is not None:
+            self._join(self._acceptor.thread, deadline)
+            self._acceptor.close()
         for thread in sessions.values():
             self._join(thread, deadline)
         if self._saver is not None:
@@ -283,7 +278,8 @@ class Server:
         # belong to the other process too, so they are not shut down. Their descriptors become /dev/null, because a
         # stream that a vanished thread was using would otherwise shut its connection down when it is closed.
         self._closing = True
-        self._unlisten.close()
+        if self._acceptor is not None:
+            self._acceptor.close()
         streams = [session.inherited() for session in list(self._sessions)]
         streams += [stream.fileno() for stream in self._waiting.everybody()]
         self._sessions = {}
@@ -383,32 +379,6 @@ class Server:
 
     # On the acceptor's thread.
 
-    def _accept_all(self, listeners: list[socket.socket], wake: socket.socket) -> None:
-        with selectors.DefaultSelector() as selector:
-            selector.register(wake, selectors.EVENT_READ)
-            for listener in listeners:
-                selector.register(listener, selectors.EVENT_READ, listener)
-            complained = False
-            while not self._closing:
-                for key, _ in selector.select(self._patience()):
-                    if self._closing:
-                        break
-                    if key.data is None:
-                        wake.recv(64)
-                        continue
-                    trouble = self._accept(key.data)
-                    if trouble is None:
-                        complained = False
-                        continue
-                    if not complained:
-                        logger.error("a client could not be accepted (%s); trying on", trouble)
-                        complained = True
-                    # The listener stays readable, so without a pause this would spin.
-                    wake.settimeout(_ACCEPT_PAUSE)
-                    with contextlib.suppress(TimeoutError):
-                        wake.recv(1)
-                self._turn_away()
-
     def _patience(self) -> float | None:
         with self._lock:
             return self._waiting.patience()
@@ -422,28 +392,9 @@ class Server:
             logger.warning("%s: turned away, no place became free in %g s", stream.endpoint, self._waiting.seconds)
             stream.close()
 
-    def _accept(self, listener: socket.socket) -> str | None:
-        """Take one client in. What went wrong, if the system could not give us one."""
-        try:
-            connection, _ = listener.accept()
-        except (BlockingIOError, ConnectionAbortedError, InterruptedError):
-            return None
-        except OSError as error:
-            return error.strerror or str(error)
-        try:
-            stream = TcpStream(connection)
-        except TransportError as error:
-            connection.close()
-            logger.debug("a client left before it was accepted: %s", error)
-            return None
-        try:
-            return self._admit(stream)
-        except Exception as error:
-            # One client that cannot be served must not keep the others out.
-            stream.close()
-            with self._lock:
-                self._ledger.failed += 1
-            return str(error)
+    def _failed(self) -> None:
+        with self._lock:
+            self._ledger.failed += 1
 
     def _admit(self, stream: TcpStream) -> str | None:
         with self._lock:

@@ -14,10 +14,12 @@ import time
 from collections.abc import Iterator
 from typing import Final
 
+from weightwire.cache.kept import Save
 from weightwire.cache.reading import EntryChanged, ReadingStopped, read_exactly
-from weightwire.cache.saving import Save, Saver
-from weightwire.cache.store import NOT_ITS_NAME, CacheWriter, TensorCache
+from weightwire.cache.saving import Saver
+from weightwire.cache.store import NOT_ITS_NAME, TensorCache
 from weightwire.cache.workers import Workers
+from weightwire.cache.writing import CacheWriter
 from weightwire.hashing import FNV_OFFSET, hash_payloads
 from weightwire.profile import Stage
 from weightwire.server.buffers import Block
@@ -86,12 +88,13 @@ class PlainSaver(Saver):
         return PlainSave(self, window)
 
     def put(self, writer: CacheWriter, content_hash: int, nbytes: int) -> None:
-        """Sync what ``writer`` has written, and put it in place."""
+        """Sync what ``writer`` has written, and put it in place. ReadingStopped if the server ends meanwhile."""
         with writer, self._counted(Save(self, nbytes, None)) as save:
-            if writer.fd >= 0 and self._cache.holds_file(content_hash, writer.fd, nbytes):
+            if writer.fd >= 0 and self._cache.holds_file(content_hash, writer.fd, nbytes, self._late):
                 save.lost = False
-            else:
-                save.stored = writer.commit(content_hash)
+                return
+            self.check()
+            save.stored = writer.commit(content_hash)
 
     def keep(self, save: PlainSave, window: memoryview) -> None:
         """Make an entry of a tensor in memory, unless there is one. ReadingStopped if the server ends meanwhile."""
@@ -102,9 +105,10 @@ class PlainSaver(Saver):
             finally:
                 if save.recorder is not None:
                     save.recorder.switch(previous)
-            if self._cache.holds(content_hash, window):
+            if self._cache.holds(content_hash, window, self._late):
                 save.lost = False
                 return
+            self.check()
             with self._cache.writer() as writer:
                 for start in range(0, window.nbytes, _PIECE):
                     self.check()
@@ -123,6 +127,11 @@ class PlainSaver(Saver):
             with self.condition:
                 self._keeping -= 1
                 self._count(save)
+                self._unlisted |= save.stored
+                last = not self._keeping
+            # Once for all who keep something at the same time.
+            if last:
+                self._sync_names()
 
     def hurry(self) -> None:
         """The server ends: what is at hand may still be finished, if that is soon."""
@@ -131,8 +140,11 @@ class PlainSaver(Saver):
 
     def check(self) -> None:
         """ReadingStopped once it has taken too long."""
-        if self._until is not None and time.monotonic() > self._until:
+        if self._late():
             raise ReadingStopped
+
+    def _late(self) -> bool:
+        return self._until is not None and time.monotonic() > self._until
 
 
 class PlainReceiver(Receiver):

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from typing import Final
 
-from weightwire.cache.saving import Save, Saver
-from weightwire.cache.store import CacheWriter, TensorCache
+from weightwire.cache.kept import Save
+from weightwire.cache.saving import Saver
+from weightwire.cache.store import TensorCache
+from weightwire.cache.writing import CacheWriter
 from weightwire.hashing import FNV_OFFSET, fnv1a64
 from weightwire.profile import Stage
 from weightwire.server.buffers import Block, BufferTable, Located

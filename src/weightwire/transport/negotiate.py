@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import NamedTuple
@@ -105,7 +106,13 @@ def check_arguments(timeout: object, protocol: str | None, transport: object) ->
 
 
 def open_connection(
-    endpoint: str, timeout: float, protocol: str | None = None, transport: str = "auto", *, optimized: bool = True
+    endpoint: str,
+    timeout: float,
+    protocol: str | None = None,
+    transport: str = "auto",
+    *,
+    optimized: bool = True,
+    connected: Callable[[ByteStream, float], object] | None = None,
 ) -> Opened:
     """Connect to ``endpoint`` ("host:port"), exchange HELLO and settle the dialect, within ``timeout`` seconds in all.
 
@@ -115,6 +122,8 @@ def open_connection(
     ``transport`` is ``"auto"`` (RDMA where both ends can, TCP otherwise), ``"tcp"`` or ``"rdma"``. Where RDMA was
     agreed on and its first request is not answered within 5 seconds (or ``timeout``), the connection is made once more
     on TCP, with another ``timeout`` seconds for that.
+    ``connected`` is called with each TCP connection before anything is sent over it, and the seconds it may take; what
+    it raises ends the attempt.
 
     Raises ConfigError for a bad argument, VersionError for a server that is too old or announces a major nobody
     described (nothing is sent after HELLO), ProtocolError for an answer that is no HELLO answer, ServerBusy when the
@@ -125,7 +134,7 @@ def open_connection(
     timeout, forced, required = check_arguments(timeout, protocol, transport)
     barred = on_tcp(ASKED_FOR_TCP) if transport == "tcp" else None
     try:
-        opened = _open(endpoint, timeout, forced, barred, required, optimized)
+        opened = _open(endpoint, timeout, forced, barred, required, optimized, connected)
     except _Unusable as failure:
         error = failure.args[0]
         reason = f"RDMA was agreed on and does not work: {error.detail}"
@@ -136,7 +145,7 @@ def open_connection(
         _log.warning("%s: %s; connecting again on TCP", endpoint, reason)
         try:
             barred = replace(refused(error), reason=reason, serious=False)
-            opened = _open(endpoint, timeout, forced, barred, required, optimized)
+            opened = _open(endpoint, timeout, forced, barred, required, optimized, connected)
         except ServerBusy as busy:
             busy.hint = f"{reason}; the server may still wait there, and with transport='tcp' is not asked to"
             raise
@@ -146,7 +155,13 @@ def open_connection(
 
 
 def _open(
-    endpoint: str, timeout: float, forced: Dialect | None, barred: Carrier | None, required: bool, optimized: bool
+    endpoint: str,
+    timeout: float,
+    forced: Dialect | None,
+    barred: Carrier | None,
+    required: bool,
+    optimized: bool,
+    connected: Callable[[ByteStream, float], object] | None,
 ) -> Opened:
     """One attempt: on TCP if ``barred`` says why."""
     deadline = time.monotonic() + timeout
@@ -161,6 +176,8 @@ def _open(
             raise
         with ExitStack() as undo:
             undo.callback(stream.close)
+            if connected is not None:
+                connected(stream, _left(endpoint, deadline, timeout, "connect") / 2)
             wanted = caps_form and barred is None and (forced is None or forced.rdma)
             offered = offer(stream, optimized=optimized) if wanted else None
             if isinstance(offered, RdmaOffer):

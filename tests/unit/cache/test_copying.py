@@ -6,11 +6,15 @@ import errno
 import fcntl
 import os
 import struct
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.cachedir import contents, write_model
+from support.leaks import LeakCheck
 
+from weightwire.cache import copying, pool, seed
 from weightwire.cache.copying import CopyingWriter, StrictCache, copy_range
 from weightwire.errors import ModelError
 from weightwire.ranges import FileRange
@@ -127,3 +131,41 @@ def test_a_strict_writer_raises_and_leaves_nothing(tmp_path: Path, monkeypatch: 
     cache.directory.rmdir()
     with pytest.raises(FileNotFoundError):
         CopyingWriter(cache)
+
+
+@pytest.mark.parametrize("threads", [0, 2])
+def test_an_interrupt_of_a_seeding_does_not_wait_for_the_disk(
+    threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_leaks: LeakCheck
+) -> None:
+    """Where it comes while an entry is brought there: the step that has begun is finished, and no other begins."""
+    nbytes, steps = 11 << 20, 0
+    model = write_model(tmp_path / "model.safetensors", contents(nbytes))
+    begun, stopped = threading.Event(), threading.Event()
+
+    def slow(fd: int, offset: int, nbytes: int, *, wait: bool) -> None:
+        nonlocal steps
+        steps += 1
+        begun.set()
+        assert not threads or stopped.wait(60)
+
+    class Pool(pool._Pool):
+        def close(self) -> None:
+            self._stopped.set()
+            stopped.set()
+            super().close()
+
+    def interrupt(name: str, done: int, total: int) -> None:
+        if begun.is_set():
+            raise KeyboardInterrupt
+
+    def no_wait(fd: int) -> None:
+        raise AssertionError("the disk is waited for to have all of the entry")
+
+    monkeypatch.setattr(copying, "_SYNC_STEP", 1 << 20)
+    monkeypatch.setattr(copying, "write_back", slow)
+    monkeypatch.setattr(pool, "_Pool", Pool)
+    monkeypatch.setattr(os, "fsync", no_wait)
+    with pytest.raises(KeyboardInterrupt):
+        seed(model, tmp_path / "cache", threads=threads, index=False, progress=interrupt)
+    assert steps == 1
+    assert os.listdir(tmp_path / "cache") == []

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 from support.leaks import LeakCheck, eventually
 
-from weightwire.cache import progress, saving, store
-from weightwire.cache.saving import Save, Saver
+from weightwire.cache import progress, saving, store, writing
+from weightwire.cache.kept import Save
+from weightwire.cache.saving import Saver
 from weightwire.cache.store import TensorCache
 from weightwire.cache.workers import Workers
 from weightwire.hashing import fnv1a64
@@ -275,6 +276,52 @@ def test_the_names_of_new_entries_are_synced_once_for_many(
     assert synced == [6]
 
 
+def test_the_name_of_an_entry_is_synced_without_a_thread_too(
+    cache: TensorCache, saver: Saver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[list[str]] = []
+    monkeypatch.setattr(TensorCache, "sync_names", lambda self: synced.append(os.listdir(self.directory)))
+
+    def no_thread(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    content = data(1)
+    writer = cache.writer()
+    writer.write(content)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_thread)
+        saver.put(writer, fnv1a64(content), len(content))
+    assert saver.counts() == (1, 0, 0)
+    assert synced == [[cache.path_for(fnv1a64(content)).name]]
+
+
+def test_comparing_with_an_entry_that_is_there_can_be_stopped(
+    cache: TensorCache, saver: Saver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = data(1)
+    cache.path_for(fnv1a64(content)).write_bytes(content)
+    writer = cache.writer()
+    writer.write(content)
+    read, looks = os.pread, 0
+
+    def stopped_at_once(fd: int, nbytes: int, offset: int) -> bytes:
+        nonlocal looks
+        looks += 1
+        assert saver._syncing is not None
+        saver._syncing.cancelled = True
+        return read(fd, nbytes, offset)
+
+    def no_wait(fd: int) -> None:
+        raise AssertionError("the disk is waited for")
+
+    monkeypatch.setattr(os, "pread", stopped_at_once)
+    monkeypatch.setattr(os, "fsync", no_wait)
+    saver.put(writer, fnv1a64(content), len(content))
+    assert eventually(lambda: not saver._pending)
+    assert looks == 2, "one piece of either file"
+    assert os.listdir(cache.directory) == [cache.path_for(fnv1a64(content)).name]
+
+
 def test_what_did_not_arrive_is_not_kept(cache: TensorCache, saver: Saver) -> None:
     save = saver.begin(memoryview(bytearray(SIZE)))
     assert save is not None
@@ -289,8 +336,8 @@ def test_the_same_tensor_of_several_clients_is_written_once(
 ) -> None:
     gate = Gate(monkeypatch, "fsync")
     made: list[str] = []
-    real = store.tempfile.mkstemp
-    monkeypatch.setattr(store.tempfile, "mkstemp", lambda **named: made.append("") or real(**named))
+    real = writing.tempfile.mkstemp
+    monkeypatch.setattr(writing.tempfile, "mkstemp", lambda **named: made.append("") or real(**named))
     for _ in range(4):
         receive(saver, bytearray(data(8)))
     assert eventually(lambda: all(save.window is None for save in saver._pending))

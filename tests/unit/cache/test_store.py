@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from weightwire.cache import store
+from weightwire.cache.directory import default_directory, entry_name
 from weightwire.cache.quarantine import FOLDER, list_quarantine
-from weightwire.cache.store import TensorCache, default_directory, entry_name
+from weightwire.cache.store import TensorCache
 from weightwire.errors import ConfigError
 from weightwire.hashing import fnv1a64
 from weightwire.ranges import FileRange

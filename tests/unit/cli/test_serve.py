@@ -195,6 +195,32 @@ def test_a_cache_that_cannot_be_written(invoke, tmp_path: Path, monkeypatch: pyt
     invoke("serve", "--port", "0", "--cache", str(tmp_path)).failed(3, "cannot write", str(tmp_path))
 
 
+@pytest.mark.parametrize("option", ["--port", "--metrics-port"])
+@pytest.mark.parametrize("there", [False, True])
+def test_a_server_that_does_not_start_leaves_no_cache_directory(
+    invoke, tmp_path: Path, option: str, there: bool
+) -> None:
+    directory = tmp_path / "a" / "b" / "c"
+    if there:
+        directory.parent.mkdir(parents=True)
+    before = sorted(tmp_path.rglob("*"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        ports = {"--port": "0", "--metrics-port": "0", option: str(taken.getsockname()[1])}
+        words = [word for pair in ports.items() for word in pair]
+        invoke("serve", *words, "--cache", str(directory)).failed(3, "hint:")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_cache_directory_that_turns_out_to_be_of_no_use_is_not_left(
+    invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    invoke("serve", "--port", "0", "--cache", str(tmp_path / "a" / "b")).failed(3, "cannot write")
+    name = "x" * 300
+    invoke("serve", "--port", "0", "--cache", str(tmp_path / "a" / name)).failed(3, "cannot create")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_nobody_to_announce_to(spawn, finish) -> None:
     reader, writer = os.pipe()
     os.close(reader)

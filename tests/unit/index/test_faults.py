@@ -203,8 +203,25 @@ def test_what_is_something_else_is_left_alone(
 def test_a_file_that_was_named_by_mistake_is_left_alone(
     model: Path, ranges: list[FileRange], caplog: pytest.LogCaptureFixture
 ) -> None:
+    beside = sorted(model.parent.iterdir())
     assert use(model, ranges) == (0, [None] * 4)
     assert model.read_bytes() == CONTENT
+    assert sorted(model.parent.iterdir()) == beside
+    assert len(said(caplog)) == 1
+
+
+@pytest.mark.parametrize("name", ["other.db", "other.sqlite3"])
+def test_a_damaged_database_of_something_else_is_left_alone(
+    tmp_path: Path, ranges: list[FileRange], caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    place = tmp_path / "others" / name
+    place.parent.mkdir()
+    other_database(place)
+    overwritten(place)
+    spoiled = place.read_bytes()
+    assert use(place, ranges) == (0, [None] * 4)
+    assert place.read_bytes() == spoiled
+    assert list(place.parent.iterdir()) == [place]
     assert len(said(caplog)) == 1
 
 

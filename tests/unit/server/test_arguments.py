@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from support.leaks import LeakCheck
 from support.raw_client import RawClient
 
 from weightwire.cache import TensorCache
-from weightwire.errors import ConfigError, VersionError
+from weightwire.errors import ConfigError, TransportError, VersionError
 from weightwire.server import Server
 
 
@@ -107,3 +108,15 @@ def test_a_client_has_ten_seconds_for_hello_unless_told_otherwise() -> None:
     with Server(port=0) as server:
         assert server._hello_timeout == 10.0
     assert inspect.signature(Server).parameters["hello_timeout"].default == 10.0
+
+
+def test_a_server_that_does_not_start_leaves_no_cache_directory(tmp_path: Path, no_leaks: LeakCheck) -> None:
+    directory = tmp_path / "a" / "b"
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        server = Server(port=taken.getsockname()[1], cache=directory)
+        with pytest.raises(TransportError):
+            server.start()
+        assert list(tmp_path.iterdir()) == []
+    with Server(port=0, cache=directory):
+        assert directory.is_dir()
+    assert directory.is_dir()

@@ -16,9 +16,9 @@ from support.leaks import LeakCheck, eventually
 from support.raw_client import RawClient
 from support.reads import around_reads
 
+from weightwire.cache.directory import entry_name
 from weightwire.cache.quarantine import FOLDER
 from weightwire.cache.reading import PIECE
-from weightwire.cache.store import entry_name
 from weightwire.errors import ConfigError
 from weightwire.hashing import fnv1a64
 from weightwire.server import Server, filling

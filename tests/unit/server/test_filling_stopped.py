@@ -14,7 +14,7 @@ from support.leaks import LeakCheck
 from support.raw_client import RawClient
 
 from weightwire.cache import store
-from weightwire.cache.store import entry_name
+from weightwire.cache.directory import entry_name
 from weightwire.server import Destination, Server, filling
 from weightwire.wire import Command
 from weightwire.wire.tensor import RpcTensor

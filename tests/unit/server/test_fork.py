@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import time
 
 import pytest
@@ -34,14 +33,16 @@ def rounds_in_a_while(server: Server, monkeypatch: pytest.MonkeyPatch) -> int:
     times.
     """
     rounds: list[int] = []
-    patience = server._patience
+    acceptor = server._acceptor
+    assert acceptor is not None
+    patience = acceptor._patience
 
     def counted() -> float | None:
         rounds.append(1)
         return patience()
 
     with monkeypatch.context() as patch:
-        patch.setattr(server, "_patience", counted)
+        patch.setattr(acceptor, "_patience", counted)
         time.sleep(0.3)
     return len(rounds)
 
@@ -89,8 +90,9 @@ def test_a_stray_byte_to_the_acceptor_does_not_make_it_spin(
     no_leaks: LeakCheck, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Server(port=0) as server:
-        assert isinstance(server._wake, socket.socket)
-        server._wake.send(b"xyz")
+        assert server._acceptor is not None
+        assert server._acceptor._wake is not None
+        server._acceptor._wake.send(b"xyz")
         with RawClient(server.port) as client:
             client.barrier()
         assert rounds_in_a_while(server, monkeypatch) < 10

@@ -15,7 +15,7 @@ from support.forks import in_a_fork
 from support.leaks import LeakCheck, eventually
 from support.raw_client import RawClient
 
-from weightwire.cache.store import entry_name
+from weightwire.cache.directory import entry_name
 from weightwire.hashing import fnv1a64
 from weightwire.server import Server
 from weightwire.wire import Command

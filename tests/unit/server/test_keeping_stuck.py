@@ -13,7 +13,7 @@ from support.leaks import LeakCheck, eventually
 from support.raw_client import RawClient
 
 from weightwire.cache import progress, saving
-from weightwire.cache.store import entry_name
+from weightwire.cache.directory import entry_name
 from weightwire.hashing import fnv1a64
 from weightwire.server import Destination, Server
 from weightwire.server.buffers import Block

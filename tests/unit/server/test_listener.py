@@ -16,7 +16,7 @@ from support.leaks import LeakCheck, eventually, mappings
 from support.raw_client import RawClient
 
 from weightwire.errors import ConfigError, TransportError
-from weightwire.server import ServedTensor, Server, listener
+from weightwire.server import ServedTensor, Server, accepting, listener
 from weightwire.wire import Command
 
 
@@ -186,7 +186,7 @@ def test_who_came_and_who_left_is_in_the_log(no_leaks: LeakCheck, caplog: pytest
 def test_a_system_out_of_descriptors_does_not_end_the_server(
     no_leaks: LeakCheck, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listener, "_ACCEPT_PAUSE", 0.02)
+    monkeypatch.setattr(accepting, "_ACCEPT_PAUSE", 0.02)
     accept = socket.socket.accept
     attempts: list[int] = []
 
@@ -207,7 +207,7 @@ def test_a_system_out_of_descriptors_does_not_end_the_server(
 def test_a_system_out_of_threads_turns_the_client_away(
     no_leaks: LeakCheck, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listener, "_ACCEPT_PAUSE", 0.02)
+    monkeypatch.setattr(accepting, "_ACCEPT_PAUSE", 0.02)
     with Server(port=0) as server:
         with monkeypatch.context() as patch:
 

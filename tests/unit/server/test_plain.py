@@ -15,7 +15,9 @@ from support.leaks import LeakCheck, eventually
 from support.raw_client import RawClient
 
 from weightwire.cache.quarantine import FOLDER
+from weightwire.cache.reading import ReadingStopped
 from weightwire.cache.store import TensorCache
+from weightwire.cache.workers import Workers
 from weightwire.hashing import fnv1a64
 from weightwire.server import Destination, Server, plain
 from weightwire.transport import memory
@@ -94,6 +96,56 @@ def test_whole_messages_on_the_thread_that_serves(
             mine = {thread.name for thread in threading.enumerate() if thread.name.startswith("weightwire-")}
         assert mine == {"weightwire-accept", serving}
         assert hashed == [(BIG, True, serving)] * 2
+
+
+@pytest.mark.parametrize("destination", [None, Host])
+def test_the_name_of_a_new_entry_is_synced(
+    destination: type[Host] | None, tmp_path: Path, no_leaks: LeakCheck, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the next request is read, and only where there is one."""
+    synced: list[list[str]] = []
+    monkeypatch.setattr(TensorCache, "sync_names", lambda self: synced.append(os.listdir(self.directory)))
+    with (
+        Server(port=0, cache=tmp_path, destination=destination, optimized=False) as server,
+        RawClient(server.port) as client,
+    ):
+        tensor = client.place("t", BIG, client.allocate(BIG))
+        for _ in range(2):
+            client.set(tensor, PAYLOAD, flag=1)
+            client.barrier()
+            assert synced == [[f"{fnv1a64(PAYLOAD):016x}"]]
+
+
+@pytest.mark.parametrize("hook", [False, True])
+def test_a_server_that_ends_does_not_wait_for_a_comparison(
+    hook: bool, tmp_path: Path, no_leaks: LeakCheck, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With an entry of the same name and size that is there, in memory or from a hook's temporary file."""
+    content_hash = fnv1a64(PAYLOAD)
+    (tmp_path / f"{content_hash:016x}").write_bytes(PAYLOAD)
+    cache, workers = TensorCache(tmp_path), Workers()
+    saver = plain.PlainSaver(cache, workers)
+    read, looks = os.pread, 0
+
+    def ended(fd: int, nbytes: int, offset: int) -> bytes:
+        nonlocal looks
+        looks += 1
+        saver._until = 0.0
+        return read(fd, nbytes, offset)
+
+    writer = cache.writer()
+    writer.write(PAYLOAD)
+    monkeypatch.setattr(os, "pread", ended)
+    with pytest.raises(ReadingStopped):
+        if hook:
+            saver.put(writer, content_hash, BIG)
+        else:
+            writer.abort()
+            saver.keep(plain.PlainSave(saver, memoryview(PAYLOAD)), memoryview(PAYLOAD))
+    assert looks == (2 if hook else 1)
+    assert saver.counts() == (0, 1, 0)
+    assert os.listdir(tmp_path) == [f"{content_hash:016x}"]
+    workers.close()
 
 
 def test_rows_are_one_message_too(cleared: list[int], no_leaks: LeakCheck) -> None:

@@ -388,7 +388,7 @@ class TestCache:
         def read_only(*args: object, **kwargs: object) -> None:
             raise OSError(30, "Read-only file system")
 
-        monkeypatch.setattr("weightwire.cache.store.tempfile.mkstemp", read_only)
+        monkeypatch.setattr("weightwire.cache.writing.tempfile.mkstemp", read_only)
         buffer = client.allocate(1 << 20)
         for index in range(3):
             tensor = client.place(f"t{index}", len(self.payload), buffer, index * 200_000)

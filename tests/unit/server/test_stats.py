@@ -19,7 +19,8 @@ from support.rdma import request
 
 import weightwire
 from weightwire.cache import TensorCache, progress
-from weightwire.cache.store import CacheWriter, entry_name
+from weightwire.cache.directory import entry_name
+from weightwire.cache.writing import CacheWriter
 from weightwire.config import parse_size
 from weightwire.errors import ConfigError, TransportError
 from weightwire.hashing import fnv1a64
