@@ -28,7 +28,7 @@ except ImportError as error:
     ) from error
 
 from weightwire import __version__
-from weightwire.threads import start
+from weightwire.threads import begin, start
 from weightwire.transport.address import format_endpoint
 from weightwire.transport.tcp import listen_tcp
 
@@ -236,7 +236,7 @@ class _Listener(HTTPServer):
             self.shutdown_request(request)
             return
         try:
-            thread.start()
+            begin(thread)
         except RuntimeError:
             with self._lock:
                 del self._scrapes[request]

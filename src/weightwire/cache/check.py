@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import stat
 from collections.abc import Callable, Mapping
@@ -96,18 +95,21 @@ def verify_cache(
     total = sum(entry.nbytes for entry in listing.entries)
     findings: list[_Finding] = []
     done = 0
-    looking = run_each(
+
+    def took(found: _Finding) -> None:
+        nonlocal done
+        findings.append(found)
+        done += found.entry.nbytes
+        if progress is not None:
+            progress(found.entry.path.name, done, total)
+
+    run_each(
         # The largest first, so that no thread is left with one at the end.
         sorted(listing.entries, key=lambda entry: -entry.nbytes),
         lambda entry, check: _look(entry, owners.get(entry.content_hash, []), bad, check),
         count,
+        took=took,
     )
-    with contextlib.closing(looking):
-        for found in looking:
-            findings.append(found)
-            done += found.entry.nbytes
-            if progress is not None:
-                progress(found.entry.path.name, done, total)
     read = [found for found in findings if found.state == "read"]
     wrong = [found.bad for found in findings if found.bad is not None]
     wrong += [

@@ -26,6 +26,7 @@ from weightwire.cache.progress import Progress
 from weightwire.cache.store import TensorCache, same_bytes
 from weightwire.cache.workers import Workers
 from weightwire.cache.writing import CacheWriter
+from weightwire.threads import begin
 from weightwire.transport.files import write_back
 
 __all__ = ["MAX_UNSYNCED", "SOON", "Saver"]
@@ -268,7 +269,7 @@ class Saver:
             work = self._write_all if name == "save" else self._sync_all
             thread = threading.Thread(target=work, name=f"weightwire-{name}", daemon=True)
             try:
-                thread.start()
+                begin(thread)
             except RuntimeError as error:
                 self._cache.lost("starting a thread", OSError(errno.EAGAIN, str(error)))
                 return False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import os
@@ -148,21 +147,16 @@ class _Seeding:
 
         self._look_up()
         try:
-            self._each(self._tensors, threads, watch)
+            run_each(self._tensors, self._one, threads, watch=watch)
         except CacheError as error:
             if threads < 2 or error.errno not in _NO_ROOM:
                 raise
             # Half-written entries share the room that is left, and one by itself may fit.
-            self._each(self._left_over(), 0, watch)
+            run_each(self._left_over(), self._one, 0, watch=watch)
         self._done = total
         watch()
         if self._not_stored:
             raise self._not_stored[0]
-
-    def _each(self, tensors: list[ModelTensor], threads: int, watch: Callable[[], None]) -> None:
-        with contextlib.closing(run_each(tensors, self._one, threads, watch)) as stored:
-            for _ in stored:
-                pass
 
     def _left_over(self) -> list[ModelTensor]:
         """The tensors without an entry, when nobody works any more: from the beginning with them."""

@@ -9,6 +9,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
+from weightwire.threads import begin
+
 __all__ = ["MAX_WORKERS", "Workers"]
 
 logger = logging.getLogger(__name__)
@@ -49,7 +51,7 @@ class Workers:
         name = f"weightwire-cache-{len(self._threads)}"
         thread = threading.Thread(target=self._work, name=name, daemon=True)
         try:
-            thread.start()
+            begin(thread)
         except RuntimeError as error:
             logger.debug("no further thread for the cache: %s", error)
         else:

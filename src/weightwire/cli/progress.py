@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self
 
 from weightwire.cli.output import human_bytes, note, printable
+from weightwire.threads import begin
 
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
@@ -129,7 +130,7 @@ class Progress:
         if self._display is not None:
             thread = threading.Thread(target=self._run, args=(self._display,), name="weightwire-progress", daemon=True)
             try:
-                thread.start()
+                begin(thread)
             except RuntimeError:
                 return self  # the system has no thread to give: the work goes on unseen
             except BaseException:

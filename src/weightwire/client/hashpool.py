@@ -14,6 +14,7 @@ from weightwire.errors import ModelError
 from weightwire.hashing import hash_payloads
 from weightwire.index import Hashes, digest_of, hash_with_digest
 from weightwire.ranges import FileRange
+from weightwire.threads import begin
 
 __all__ = ["HashFeed", "HashPool"]
 
@@ -97,7 +98,7 @@ class HashPool:
             thread = threading.Thread(target=self._work, name=f"weightwire-hash-{number}")
             self._threads.append(thread)
             try:
-                thread.start()
+                begin(thread)
             except RuntimeError as error:  # the system gives no more of them
                 self._threads.pop()
                 self._count = len(self._threads)

@@ -26,6 +26,7 @@ from weightwire.server.served import Registry, ServedTensor
 from weightwire.server.session import Services, Session
 from weightwire.server.stats import Ledger, ServerStats
 from weightwire.server.waiting import WaitingRoom
+from weightwire.threads import begin
 from weightwire.transport.address import format_sockaddr
 from weightwire.transport.devices import check_environment
 from weightwire.transport.memory import available_memory
@@ -420,7 +421,7 @@ class Server:
             target=self._serve, args=(session,), name=f"weightwire-{stream.endpoint}", daemon=True
         )
         try:
-            thread.start()
+            begin(thread)
         except RuntimeError as error:
             stream.close()
             self._ledger.failed += 1

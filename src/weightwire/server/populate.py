@@ -11,6 +11,8 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
+from weightwire.threads import begin
+
 if TYPE_CHECKING:
     from weightwire.transport.memory import HostRegion
 
@@ -125,7 +127,7 @@ class Populator:
     def _begin(self) -> None:
         thread = threading.Thread(target=self._work, name="weightwire-populate", daemon=True)
         try:
-            thread.start()
+            begin(thread)
         except RuntimeError as error:
             logger.debug("no thread to populate memory ahead of the data: %s", error)
         else:

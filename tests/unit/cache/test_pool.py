@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -35,13 +37,85 @@ def test_an_interrupt_while_a_thread_is_started(
         if started == which:
             raise KeyboardInterrupt
 
-    def work(item: int, check: Callable[[], None]) -> int:
-        return item
-
     monkeypatch.setattr(threading.Thread, "start", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        list(run_each(range(10), work, 2))
+        run_each(range(10), lambda item, check: item, 2)
     assert eventually(lambda: not workers())
+
+
+EVERYWHERE = """
+import faulthandler, os, signal, sys, threading, time
+from weightwire.cache import pool
+from weightwire.threads import begin
+
+faulthandler.dump_traceback_later(100, exit=True)
+FILES = {threading.__file__, pool.__file__, begin.__code__.co_filename}
+left = 0
+
+def trace(frame, event, argument):
+    global left
+    if frame.f_code.co_filename not in FILES:
+        return None
+    if event == "line":
+        left -= 1
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+    return trace
+
+def work(item, check):
+    check()
+    return item
+
+at = ended = 0
+while left <= 0:
+    at += 1
+    left, took = at, []
+    try:
+        sys.settrace(trace)
+        try:
+            pool.run_each(range(6), work, 2, took=took.append)
+        finally:
+            sys.settrace(None)
+    except KeyboardInterrupt:
+        ended += 1
+    else:
+        assert sorted(took) == list(range(6)), took
+    deadline = time.monotonic() + 20
+    while threading.active_count() > 1:
+        assert time.monotonic() < deadline, at
+        time.sleep(0.001)
+print(ended)
+"""
+
+
+def test_an_interrupt_at_any_line() -> None:
+    """By a real signal, in a process whose other threads the system could not give it to."""
+    done = subprocess.run([sys.executable, "-c", EVERYWHERE], capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 100
+
+
+@pytest.mark.parametrize("who", ["took", "watch"])
+@pytest.mark.parametrize("threads", [0, 2])
+def test_what_the_caller_raises_comes_out_as_it_is(who: str, threads: int, no_leaks: LeakCheck) -> None:
+    def stop(*_: object) -> None:
+        raise StopIteration(who)
+
+    with pytest.raises(StopIteration, match=who):
+        run_each(range(10), lambda item, check: item, threads, **{who: stop})
+    assert not workers()
+
+
+def test_what_work_raises_comes_out_as_it_is(no_leaks: LeakCheck) -> None:
+    def work(item: int, check: Callable[[], None]) -> int:
+        if item == 5:
+            raise StopIteration("five")
+        return item
+
+    for threads in (0, 2):
+        with pytest.raises(StopIteration, match="five"):
+            run_each(range(10), work, threads)
+    assert not workers()
 
 
 @pytest.fixture
