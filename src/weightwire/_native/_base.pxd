@@ -51,6 +51,7 @@ cdef class BaseStream:
     cdef uint64_t sent
     cdef uint64_t received
     cdef Profile clock
+    cdef object watching
 
     # What the core has for each kind of stream. Called while the stream is open, ``step``s without the GIL.
     cdef void receive_step(self, char *data, size_t nbytes, ww_flow *flow, ww_status *status) noexcept nogil

@@ -1,4 +1,4 @@
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from typing_extensions import Buffer, disjoint_base
 
@@ -18,6 +18,10 @@ class BaseStream:
     def profile(self) -> Profile | None: ...
     @profile.setter
     def profile(self, value: Profile) -> None: ...
+    @property
+    def watcher(self) -> Callable[[], object] | None: ...
+    @watcher.setter
+    def watcher(self, value: Callable[[], object] | None) -> None: ...
     @property
     def bytes_sent(self) -> int: ...
     @property

@@ -101,6 +101,15 @@ cdef class BaseStream:
         self.clock = value
 
     @property
+    def watcher(self):
+        """What is called ten times a second while a call waits for the peer, or None. What it raises ends the call."""
+        return self.watching
+
+    @watcher.setter
+    def watcher(self, value):
+        self.watching = value
+
+    @property
     def bytes_sent(self):
         """Bytes handed to the kernel, or to the device and its ring, so far."""
         return self.sent
@@ -176,12 +185,15 @@ cdef class BaseStream:
         )
 
     cdef int look_around(self, ww_flow *flow, str operation) except -1:
-        """After WW_PAUSED: raises what a signal asks for."""
+        """After WW_PAUSED: raises what a signal asks for, or who watches."""
+        cdef object watcher = self.watching
         PyErr_CheckSignals()
         # A handler of the program's may have forked.
         self.check_process(operation)
+        if watcher is not None:
+            watcher()
         # Python runs its handlers in the main thread alone. Any other need not come back from a wait to look for them.
-        flow.patient = threading.get_ident() != threading.main_thread().ident
+        flow.patient = watcher is None and threading.get_ident() != threading.main_thread().ident
         return 0
 
     cdef int check_file(self, ww_status status, object source, uint64_t offset) except -1:

@@ -150,13 +150,16 @@ class Questions:
         if not self._open:
             return
         previous = self._recorder.switch(Stage.ASK)
-        while self._open:
-            self._channel.read_answer()
+        with self._channel.watched(self.check):
+            while self._open:
+                self._channel.read_answer()
         self._recorder.switch(previous)
 
     def _hear(self, question: _Question) -> None:
-        while question.left:
-            self._channel.read_answer()
+        if question.left:
+            with self._channel.watched(self.check):
+                while question.left:
+                    self._channel.read_answer()
 
     def _ask_ahead(self, position: int) -> None:
         ahead = self._asked - position

@@ -313,6 +313,17 @@ class Channel:
             then(payload)
         return payload
 
+    @contextmanager
+    def watched(self, watcher: Callable[[], object]) -> Iterator[None]:
+        """Inside, ``watcher`` is called some ten times a second while the server is waited for; what it raises ends the
+        wait, and with it the connection.
+        """
+        self._stream.watcher = watcher
+        try:
+            yield
+        finally:
+            self._stream.watcher = None
+
     def call(self, command: Command, payload: bytes) -> bytes:
         """Send one request that is answered and read its answer. Nothing else may be outstanding."""
         self.post(command, payload)

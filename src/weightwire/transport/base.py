@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from weightwire._native._sentinel import UNSET, Unset
@@ -57,6 +57,16 @@ class ByteStream(Protocol):
 
     @profile.setter
     def profile(self, value: Profile) -> None: ...
+
+    @property
+    def watcher(self) -> Callable[[], object] | None:
+        """What is called some ten times a second while a call waits for the peer, or None.
+
+        What it raises ends the call, with the stream somewhere inside a message.
+        """
+
+    @watcher.setter
+    def watcher(self, value: Callable[[], object] | None) -> None: ...
 
     def send_limits(self) -> tuple[int, int, int] | None:
         """Nanoseconds so far with data to send; of those, with the peer's window closed; with the send buffer full.

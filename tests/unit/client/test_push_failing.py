@@ -1,16 +1,20 @@
-"""What hashes ahead fails while a large tensor is on its way over a slow link."""
+"""What hashes ahead fails while a large tensor is on its way over a slow link, or an answer is waited for."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 from support.leaks import LeakCheck
+from support.scripted import Message, ScriptedServer, StandIn
 
 import weightwire
 from weightwire.client import hashpool
+from weightwire.wire.commands import Command
 
 MIB = 1 << 20
 LARGE = 160 * MIB
@@ -59,3 +63,48 @@ def test_a_push_ends_inside_the_tensor_that_is_being_sent(monkeypatch: pytest.Mo
             assert connection.closed, "its last message was cut"
         go.set()
     assert taken < FEW
+
+
+class Silent(StandIn):
+    """Answers no question about its cache before the test lets it."""
+
+    def __init__(self, asked: threading.Event, go: threading.Event) -> None:
+        super().__init__(flags=1)
+        self.asked, self.go = asked, go
+
+    def serve(self, message: Message) -> bytes | None:
+        if message.command == Command.SET_TENSOR_HASH:
+            self.asked.set()
+            self.go.wait(60)
+        return super().serve(message)
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_a_push_ends_while_the_server_is_waited_for(
+    servers: int, monkeypatch: pytest.MonkeyPatch, no_leaks: LeakCheck
+) -> None:
+    """On the caller's thread, and on the threads of a push to several."""
+    asked, go = threading.Event(), threading.Event()
+    right = hashpool.hash_payloads
+
+    def failing(payloads: Sequence[memoryview], *, check: Callable[[], object]) -> list[int]:
+        if payloads[0].nbytes != 12 * MIB:
+            assert asked.wait(60)
+            raise RuntimeError("broke")
+        return right(payloads, check=check)
+
+    monkeypatch.setattr(hashpool, "hash_payloads", failing)
+    model = {"a": np.ones(12 * MIB, np.uint8), "b": np.ones(11 * MIB, np.uint8)}
+    options: dict[str, Any] = {"cache": "always", "probe": False, "threads": 1, "index": False}
+    with contextlib.ExitStack() as stack:
+        endpoints = [stack.enter_context(ScriptedServer(Silent(asked, go))).endpoint for _ in range(servers)]
+        if servers == 1:
+            with weightwire.connect(endpoints[0], timeout=100) as connection:
+                with pytest.raises(RuntimeError, match="broke"):
+                    connection.push(model, **options)
+                assert connection.closed, "an answer was still to come"
+        else:
+            with weightwire.push_all(model, endpoints, timeout=100, **options) as pushed:
+                assert [str(each.error) for each in pushed] == ["broke"] * servers
+        assert not go.is_set()
+        go.set()
