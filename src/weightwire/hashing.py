@@ -108,13 +108,17 @@ def read_fnv1a64(fd: int, target: Buffer, offset: int, start: int = FNV_OFFSET) 
     return _fnv1a.read_fnv1a64(fd, target, offset, start)
 
 
-def fnv1a64_many(buffers: Iterable[Buffer]) -> list[int]:
+def fnv1a64_many(buffers: Iterable[Buffer], starts: Sequence[int] | None = None) -> list[int]:
     """FNV-1a 64 of each buffer, in order, in one thread. Many small buffers are hashed sooner than one by one.
 
-    Raises as ``fnv1a64`` does.
+    ``starts``, one for each, continue earlier hashes. Raises as ``fnv1a64`` does, ``ValueError`` for another number of
+    starts.
     """
     _settle()
-    return _fnv1a.fnv1a64_payloads(buffers)
+    payloads = list(buffers)
+    if starts is not None and len(starts) != len(payloads):
+        raise ValueError(f"{len(starts)} starts for {len(payloads)} buffers")
+    return _fnv1a.fnv1a64_payloads(payloads, starts=starts)
 
 
 def hash_payload(payload: Buffer | FileRange) -> int:

@@ -1,4 +1,4 @@
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from typing_extensions import Buffer
@@ -13,5 +13,8 @@ def choose(name: str) -> None: ...
 def fnv1a64(data: Buffer, start: int = ...) -> int: ...
 def read_fnv1a64(fd: int, target: Buffer, offset: int, start: int = ...) -> tuple[int, int]: ...
 def fnv1a64_payloads(
-    payloads: Iterable[Buffer | FileRange], check: Callable[[], object] | None = None, plain: bool = False
+    payloads: Iterable[Buffer | FileRange],
+    check: Callable[[], object] | None = None,
+    plain: bool = False,
+    starts: Sequence[int] | None = None,
 ) -> list[int]: ...

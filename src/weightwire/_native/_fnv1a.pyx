@@ -110,10 +110,10 @@ def read_fnv1a64(int fd, target, uint64_t offset, uint64_t start=WW_FNV1A_OFFSET
     return got, result
 
 
-def fnv1a64_payloads(payloads, check=None, bint plain=False):
+def fnv1a64_payloads(payloads, check=None, bint plain=False, starts=None):
     """FNV-1a 64 of each payload (a buffer or a ``FileRange``), in this thread; with ``plain`` by the plain loop alone.
 
-    ``check()`` is called between slices; what it raises ends the work.
+    ``check()`` is called between slices; what it raises ends the work. ``starts`` continues earlier hashes.
     """
     cdef list sources = list(payloads)
     cdef Py_ssize_t count = len(sources), taken = 0, i
@@ -132,7 +132,7 @@ def fnv1a64_payloads(payloads, check=None, bint plain=False):
             raise MemoryError
         for i in range(count):
             source = sources[i]
-            jobs[i].hash = WW_FNV1A_OFFSET
+            jobs[i].hash = WW_FNV1A_OFFSET if starts is None else <uint64_t>starts[i]
             if isinstance(source, FileRange):
                 if source.offset < 0 or source.nbytes < 0:
                     raise ValueError(f"a file range has no negative offset or size: {source!r}")

@@ -12,7 +12,7 @@ from typing import Final
 from weightwire.client.sources import hash_blocks
 from weightwire.errors import ModelError
 from weightwire.hashing import hash_payloads
-from weightwire.index import Hashes, digest_of, hash_with_digest
+from weightwire.index import Hashes, hash_together, hash_with_digest
 from weightwire.ranges import FileRange
 from weightwire.threads import begin
 
@@ -203,14 +203,14 @@ class HashPool:
         self._changed.notify_all()
 
     def _hash(self, indices: Sequence[int], check: Watch) -> list[Hashes]:
-        if not self._plain and (len(indices) == 1 or not self._blocks.isdisjoint(indices)):
+        payloads = [self._payloads[index] for index in indices]
+        if self._plain:
+            return [Hashes(value, b"") for value in hash_payloads(payloads, check=check, plain=True)]
+        if len(indices) == 1 or not self._blocks.isdisjoint(indices):
             return [self._hash_one(index, check) for index in indices]
-        values = hash_payloads([self._payloads[index] for index in indices], check=check, plain=self._plain)
-        digests = [
-            digest_of(self._payloads[index], check) if index in self._wanted and not self._plain else b""
-            for index in indices
-        ]
-        return [Hashes(value, digest) for value, digest in zip(values, digests, strict=True)]
+        if self._wanted.isdisjoint(indices):
+            return [Hashes(value, b"") for value in hash_payloads(payloads, check=check)]
+        return hash_together(payloads, [index in self._wanted for index in indices], check)
 
     def _hash_one(self, index: int, check: Watch) -> Hashes:
         payload, digest = self._payloads[index], index in self._wanted

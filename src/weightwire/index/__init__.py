@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from weightwire.index.choice import IndexChoice, check_index, index_for, open_index
-from weightwire.index.digest import Hashes, digest_of, hash_with_digest
+from weightwire.index.digest import Hashes, hash_together, hash_with_digest
 from weightwire.index.identity import FileIdentity, identity_of
 from weightwire.index.store import HashIndex, Owner, default_index_path
 
@@ -15,7 +15,7 @@ __all__ = [
     "Owner",
     "check_index",
     "default_index_path",
-    "digest_of",
+    "hash_together",
     "hash_with_digest",
     "identity_of",
     "index_for",

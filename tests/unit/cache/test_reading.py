@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import random
@@ -28,6 +29,10 @@ def workers(no_leaks: LeakCheck) -> Iterator[Workers]:
     made.close()
 
 
+def address(buffer: bytearray | memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+
+
 def start(reader: Reader, path: Path, target: bytearray, *, hashed: bool = True, placed_at: int = 0) -> reading.Fill:
     return reader.start(os.open(path, os.O_RDONLY), memoryview(target), placed_at, hashed=hashed)
 
@@ -50,6 +55,42 @@ def test_several_at_once(tmp_path: Path, workers: Workers, placed_at: int, hashe
         fill.drop()
         fill.drop()
     reader.close()
+
+
+@pytest.mark.parametrize("hashed", [True, False])
+def test_it_is_read_to_where_it_belongs(
+    tmp_path: Path, workers: Workers, hashed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every byte is read once, to its place, with no memory in between."""
+    size = 3 * PIECE + 17
+    payload = random.Random(7).randbytes(size)
+    (tmp_path / "entry").write_bytes(payload)
+    target = bytearray(size)
+    start_of = address(target)
+    read: list[tuple[int, int]] = []
+    preadv, both = os.preadv, reading.read_fnv1a64
+
+    def noted_preadv(fd: int, buffers: list[memoryview], offset: int, *flags: int) -> int:
+        got = preadv(fd, buffers, offset, *flags)
+        if not flags:
+            assert address(buffers[0]) == start_of + offset
+            read.append((offset, offset + got))
+        return got
+
+    def noted_both(fd: int, piece: memoryview, offset: int, start: int) -> tuple[int, int]:
+        assert address(piece) == start_of + offset
+        got, value = both(fd, piece, offset, start)
+        read.append((offset, offset + got))
+        return got, value
+
+    monkeypatch.setattr(os, "preadv", noted_preadv)
+    monkeypatch.setattr(reading, "read_fnv1a64", noted_both)
+    fill = start(Reader(workers), tmp_path / "entry", target, hashed=hashed)
+    fill.finish()
+    fill.drop()
+    assert target == payload
+    assert [begin for begin, _ in sorted(read)] == [0, *(end for _, end in sorted(read))][:-1]
+    assert max(end for _, end in read) == size
 
 
 def test_without_any_thread(tmp_path: Path, no_leaks: LeakCheck) -> None:

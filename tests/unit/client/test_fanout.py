@@ -53,7 +53,7 @@ def servers(tmp_path: Path) -> Iterator[list[weightwire.Server]]:
 def hashed(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
     """How often the range at each offset was hashed."""
     count: Counter[int] = Counter()
-    right, both = hashpool.hash_payloads, hashpool.hash_with_digest
+    right, both, together = hashpool.hash_payloads, hashpool.hash_with_digest, hashpool.hash_together
 
     def counting(payloads, **options):
         count.update(payload.offset for payload in payloads)
@@ -64,7 +64,13 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
         return both(payload, *rest)
 
     monkeypatch.setattr(hashpool, "hash_payloads", counting)
+
+    def counting_together(payloads, *rest):
+        count.update(payload.offset for payload in payloads)
+        return together(payloads, *rest)
+
     monkeypatch.setattr(hashpool, "hash_with_digest", counting_both)
+    monkeypatch.setattr(hashpool, "hash_together", counting_together)
     return count
 
 

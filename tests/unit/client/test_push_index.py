@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from support.leaks import LeakCheck
 from support.scripted import ScriptedServer, StandIn
 
 from weightwire import connect, fnv1a64, open_model
+from weightwire._native import _fnv1a
 from weightwire.client import PushSummary, hashes, hashpool
 from weightwire.errors import ConfigError, IntegrityError, ModelError
 from weightwire.index import Hashes, HashIndex, identity_of
@@ -109,6 +111,17 @@ def test_both_hashes_are_learned_however_it_is_read(options: dict[str, Any], mod
     assert found_in(index, model) == [*(hashes_of(seed) for seed in (1, 2, 3)), None]
 
 
+@pytest.fixture(params=["the best", "plain"])
+def variant(request: pytest.FixtureRequest) -> Iterator[str]:
+    """How tensors are hashed: where the CPU has no vectors, several are together."""
+    chosen = _fnv1a.chosen()
+    if request.param == "plain":
+        _fnv1a.choose("plain")
+    yield request.param
+    _fnv1a.choose(chosen)
+
+
+@pytest.mark.usefixtures("variant")
 @pytest.mark.parametrize("threads", [0, 1, 2])
 def test_no_tensor_that_the_server_has_is_read_twice(threads: int, model: Path, index: Path) -> None:
     before = bytes_read()

@@ -17,7 +17,8 @@ from safetensors.numpy import save_file
 from support.require import do_without
 
 import weightwire
-from weightwire.client.sources import BLOCK, Sources, hash_blocks, in_blocks
+from weightwire.client import sources
+from weightwire.client.sources import AHEAD, BLOCK, Sources, hash_blocks, in_blocks
 from weightwire.errors import ConfigError, ModelError
 from weightwire.model.mounts import is_remote, readahead_bytes
 from weightwire.ranges import FileRange
@@ -112,6 +113,32 @@ def test_hashing_in_blocks(tmp_path: Path, size: int) -> None:
         assert both == (found.fnv1a, blake3(data).digest())
         with pytest.raises(ModelError, match="shorter"):
             hash_blocks(FileRange(file.fileno(), 5, size), lambda: None, digest=True)
+
+
+def test_hashing_in_blocks_has_what_follows_read_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a network is between: tens of MiB are on their way whenever something is read."""
+    size = 3 * AHEAD
+    (tmp_path / "file").write_bytes(b"head" + bytes(size))
+    advise, preadv = os.posix_fadvise, os.preadv
+    asked, behind = 0, []
+
+    def noted_advice(fd: int, offset: int, nbytes: int, advice: int) -> None:
+        nonlocal asked
+        if advice == os.POSIX_FADV_WILLNEED:
+            asked = max(asked, offset + nbytes)
+        advise(fd, offset, nbytes, advice)
+
+    def noted_read(fd: int, buffers: Any, offset: int, *flags: int) -> int:
+        behind.append(min(4 + size, offset + AHEAD - BLOCK) - asked)
+        return preadv(fd, buffers, offset, *flags)
+
+    monkeypatch.setattr(sources, "is_remote", lambda fd: True)
+    monkeypatch.setattr(os, "posix_fadvise", noted_advice)
+    monkeypatch.setattr(os, "preadv", noted_read)
+    with open(tmp_path / "file", "rb") as file:
+        hash_blocks(FileRange(file.fileno(), 4, size), lambda: None, digest=True)
+    assert len(behind) > 3 * AHEAD // BLOCK
+    assert max(behind) <= 0
 
 
 def test_hashing_in_blocks_looks_around_inside_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,10 @@ import pytest
 from blake3 import blake3
 from fnvhash import fnv1a_64
 
+from weightwire._native import _fnv1a
 from weightwire.errors import ModelError
-from weightwire.index import Hashes, digest_of, hash_with_digest
+from weightwire.hashing import fnv1a64
+from weightwire.index import Hashes, hash_together, hash_with_digest
 from weightwire.ranges import FileRange
 
 
@@ -25,10 +27,8 @@ def test_of_a_buffer_and_of_a_file(nbytes: int, tmp_path: Path) -> None:
         content = FileRange(file.fileno(), 6, nbytes, str(path))
         assert hash_with_digest(content) == expected
         assert hash_with_digest(content, digest=False) == Hashes(expected.fnv1a, b"")
-        assert digest_of(content) == expected.blake3
     assert hash_with_digest(data) == hash_with_digest(memoryview(bytearray(data))) == expected
     assert hash_with_digest(data, digest=False) == Hashes(expected.fnv1a, b"")
-    assert digest_of(data) == expected.blake3
 
 
 def test_of_what_the_authors_of_blake3_hashed() -> None:
@@ -39,8 +39,35 @@ def test_of_what_the_authors_of_blake3_hashed() -> None:
         1: "2d3adedff11b61f14c886e35afa036736dcd87a74d27b5c1510225d0f592e213",
         102_400: "bc3e3d41a1146b069abffad3c0d44860cf664390afce4d9661f7902e7943e085",
     }
-    assert {nbytes: digest_of(counted[:nbytes]).hex() for nbytes in expected} == expected
     assert {nbytes: hash_with_digest(counted[:nbytes]).blake3.hex() for nbytes in expected} == expected
+
+
+@pytest.mark.parametrize("variant", ["plain", "the best"])
+def test_several_together(variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of very different lengths, in memory and in a file, and some without a digest."""
+    if variant == "plain":
+        before = _fnv1a.chosen()
+        _fnv1a.choose("plain")
+    sizes = [0, 1, (512 << 10) - 1, 512 << 10, (2 << 20) + 7, 3 << 20, 100]
+    contents = [os.urandom(nbytes) for nbytes in sizes]
+    path = tmp_path / "file"
+    path.write_bytes(b"".join(contents))
+    try:
+        with open(path, "rb") as file:
+            ranges = [FileRange(file.fileno(), sum(sizes[:at]), nbytes, str(path)) for at, nbytes in enumerate(sizes)]
+            payloads = [*contents[:3], *ranges[3:6], memoryview(contents[6])]
+            wanted = [at % 3 != 1 for at in range(7)]
+            found = hash_together(payloads, wanted)
+            with pytest.raises(ModelError, match="shorter"):
+                hash_together([contents[0], FileRange(file.fileno(), 1, sum(sizes), str(path))], [True, True])
+    finally:
+        if variant == "plain":
+            _fnv1a.choose(before)
+    assert found == [
+        Hashes(fnv1a64(data), blake3(data).digest() if digest else b"")
+        for data, digest in zip(contents, wanted, strict=True)
+    ]
+    assert hash_together([], []) == []
 
 
 def test_a_file_that_is_too_short(tmp_path: Path) -> None:
@@ -64,7 +91,7 @@ def test_the_caller_looks_in_and_may_end_it() -> None:
         if len(looks) == 2:
             raise KeyboardInterrupt
 
-    for way in (hash_with_digest, digest_of):
+    for way in (hash_with_digest, lambda data, check: hash_together([data, b"more"], [True, False], check)):
         data = bytearray(128 << 20)
         looks.clear()
         with pytest.raises(KeyboardInterrupt):
@@ -77,4 +104,4 @@ def test_what_is_no_buffer() -> None:
     with pytest.raises(TypeError):
         hash_with_digest("text")  # type: ignore[arg-type]
     with pytest.raises(TypeError):
-        digest_of("text")  # type: ignore[arg-type]
+        hash_together([b"bytes", "text"], [True, True])  # type: ignore[list-item]
