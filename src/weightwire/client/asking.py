@@ -42,7 +42,8 @@ class Questions:
     """Which of the tensors numbered ``cached`` the server has filled from its cache.
 
     How far ahead is asked depends on the tensors alone: at first two of them, then up to `WINDOW_TENSORS` and
-    `WINDOW_BYTES`, and more only when half of that is used up. So the order on the wire does not depend on how fast
+    `WINDOW_BYTES` (two, however large, as far as so many bytes may be in flight), and more only when half of that is
+    used up. So the order on the wire does not depend on how fast
     anything is. With ``probe``, the first and last bytes are made wrong before the question and read back behind it:
     a server that fills a tensor from a file that is too short says that it has filled it. ``doubt`` is told the names
     of tensors that were filled wrongly.
@@ -163,13 +164,15 @@ class Questions:
 
     def _ask_ahead(self, position: int) -> None:
         ahead = self._asked - position
-        if ahead > 0 and (2 * ahead > self._target or 2 * self._asked_bytes > self._bytes):
+        if ahead > 1 and (2 * ahead > self._target or 2 * self._asked_bytes > self._bytes):
             return
         self._target = min(2 * self._target, WINDOW_TENSORS)
         while self._asked < len(self._cached):
             nbytes = self._placed[self._cached[self._asked]].nbytes
             ahead = self._asked - position
-            if ahead > 0 and (ahead >= self._target or self._asked_bytes + nbytes > self._bytes):
+            # However large tensors are, the next one's question is on its way while the answer for this one is.
+            most = self._bytes if ahead > 1 else max(self._bytes, self._feed.in_flight)
+            if ahead > 0 and (ahead >= self._target or self._asked_bytes + nbytes > most):
                 break
             self._ask(self._asked)
             self._asked += 1

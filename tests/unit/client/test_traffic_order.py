@@ -159,3 +159,7 @@ def test_the_window_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None
     most = 0
     traffic(arrays, cache, monkeypatch, in_flight=LARGE)
     assert most == 1, "nor may more be asked about than may be hashed ahead"
+    most = 0
+    monkeypatch.setattr(asking, "WINDOW_BYTES", LARGE)
+    traffic(arrays, cache, monkeypatch, in_flight=2 * LARGE)
+    assert most == 2, "the next one's question goes out before this one's answer comes, however large they are"
