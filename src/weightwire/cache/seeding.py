@@ -79,8 +79,9 @@ def seed(
 
     An entry is named after what was read back from it, synced, and put in place in one step: whatever interrupts, it is
     whole and rightly named or not there. Raises ModelError for a model that cannot be read or that changed meanwhile,
-    ConfigError for what cannot be meant, CacheError where an entry cannot be stored (its text says what was done): at
-    once, or, where only something else that has the entry's name is in the way, after all others have been.
+    ConfigError for what cannot be meant, CacheDirectoryError where the directory cannot be made, CacheError where an
+    entry cannot be stored (its text says what was done): at once, or, where only something else that has the entry's
+    name is in the way, after all others have been.
     """
     started = time.monotonic()
     count = worker_count(threads)
@@ -89,7 +90,7 @@ def seed(
     pattern = compile_include(include)
     with opened_model(model) as opened:
         tensors = [tensor for tensor in included(opened, pattern) if tensor.nbytes > CACHE_THRESHOLD]
-        cache = _cache_in(default_directory() if directory is None else directory)
+        cache = StrictCache(default_directory() if directory is None else directory)
         with index_for(index) as hashes:
             work = _Seeding(cache, tensors, hashes, verify)
             try:
@@ -102,16 +103,6 @@ def seed(
                 work.remember()
             opened.check_unchanged()
             return work.result(time.monotonic() - started)
-
-
-def _cache_in(directory: str | os.PathLike[str]) -> StrictCache:
-    try:
-        return StrictCache(directory)
-    except ConfigError as error:
-        refused = error.__cause__
-        if not isinstance(refused, OSError) or refused.errno in (errno.EEXIST, errno.ENOTDIR):
-            raise
-        raise CacheError(error.detail, path=str(directory), errno=refused.errno, hint=error.hint) from refused
 
 
 class _Seeding:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import reprlib
 import select
 import signal
 import sys
@@ -225,27 +224,16 @@ class _Profiles:
 
 def _cache_directory(text: str, unmaking: contextlib.ExitStack) -> Path:
     """Make the cache directory if need be and see that entries can be written there; ``unmaking`` undoes that."""
-    from weightwire.cache.directory import make_directory, unmake_directories
+    from weightwire.cache.directory import WRITABLE, checked_directory, make_directory, unmake_directories
 
     try:
         directory = Path(text).expanduser()
     except RuntimeError as error:
         raise ConfigError(f"--cache: {text}: {error}", hint="write the path without ~") from error
-    hint = "name a directory that this user may write to"
-    try:
-        if directory.exists() and not directory.is_dir():
-            raise ConfigError(
-                f"--cache: {directory} is not a directory", hint="name a directory, or a new path to create one"
-            )
-        unmaking.callback(unmake_directories, make_directory(directory))
-    except OSError as error:
-        shown = reprlib.repr(str(directory)) if error.errno == errno.ENAMETOOLONG else str(directory)
-        raise Failure(
-            error, ENVIRONMENT, detail=f"--cache: cannot create {shown}: {error.strerror}", hint=hint
-        ) from error
+    unmaking.callback(unmake_directories, make_directory(checked_directory(directory)))
     if not os.access(directory, os.R_OK | os.W_OK | os.X_OK):
         refused = PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(directory))
-        raise Failure(refused, ENVIRONMENT, detail=f"--cache: cannot write to {directory}", hint=hint)
+        raise Failure(refused, ENVIRONMENT, detail=f"--cache: cannot write to {directory}", hint=WRITABLE)
     return directory
 
 
