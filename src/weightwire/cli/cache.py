@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -137,6 +138,7 @@ def _judge(report: CacheReport, bad: str) -> None:
     left = [each.name for each in report.bad if not each.is_file]
     if left:
         hints.append(f"what is no file is left to you to look at and remove: {_few(left)}")
+    hints += _let_go(each.reason for each in report.bad if each.action == "failed")
     numbers = {each.errno for each in report.unchecked}
     if numbers & {errno.EACCES, errno.EPERM}:
         hints.append("verify another user's entries as the user that the server runs as")
@@ -200,6 +202,8 @@ def prune(
             f"weightwire: error: {counted(len(result.failed), 'entry', 'entries')} cannot be removed, "
             f"the first of them {name}: {reason}"
         )
+        for hint in _let_go(reason for _, reason in result.failed):
+            note(f"weightwire: hint: {hint}")
         sys.exit(FAILED)
 
 
@@ -226,6 +230,20 @@ def stat(cache: str | None, as_json: bool) -> None:
     if status.misplaced or status.others:
         line(f"not entries  {status.misplaced} of an entry's name, {status.others} of other names")
     line(f"free         {human_bytes(status.free_bytes)} of {human_bytes(status.total_bytes)}")
+
+
+def _let_go(reasons: Iterable[str]) -> list[str]:
+    """What to do about entries that the system would not have moved or removed, for ``reasons`` in its own words."""
+    from weightwire.cache.quarantine import FOLDER
+
+    text = "\n".join(reasons)
+    if os.strerror(errno.EROFS) in text:
+        return ["the file system is mounted read-only: do it where it may be written to"]
+    if any(os.strerror(number) in text for number in (errno.EACCES, errno.EPERM)):
+        return ["do it as the user that the server runs as, or the one whose the directory is"]
+    if FOLDER in text:
+        return [f"remove what is called {FOLDER} in the directory: bad files are moved to a folder of that name"]
+    return []
 
 
 def _few(names: Sequence[str]) -> str:

@@ -176,6 +176,33 @@ def test_stat(invoke, directory: Path) -> None:
     assert invoke("cache", "stat", *at(directory / ".."), "--json").json["oldest"] is None
 
 
+@pytest.mark.parametrize(
+    ("number", "hint"),
+    [(errno.EACCES, "as the user"), (errno.EPERM, "as the user"), (errno.EROFS, "mounted read-only")],
+)
+def test_what_the_system_does_not_let_go(
+    number: int, hint: str, invoke, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    (directory / NAMES[0]).write_bytes(b"bad")
+    monkeypatch.setattr(os, "unlink", refuse)
+    monkeypatch.setattr(os, "rename", refuse)
+    said = os.strerror(number)
+    invoke("cache", "prune", *at(directory), "--max-size", "0").failed(1, "3 entries cannot be removed", said, hint)
+    for option in ("--remove", "--quarantine"):
+        ran = invoke("cache", "verify", *at(directory), option).failed(4, "1 bad entry", hint)
+        assert said in ran.out
+
+
+def test_something_else_in_the_place_of_the_quarantine(invoke, directory: Path) -> None:
+    (directory / NAMES[0]).write_bytes(b"bad")
+    (directory / ".weightwire-quarantine").write_bytes(b"")
+    ran = invoke("cache", "verify", *at(directory), "--quarantine").failed(4, "remove what is called")
+    assert ".weightwire-quarantine is not a directory; failed" in ran.out
+
+
 #: Runs the verb with descriptors below ``argv[1]`` only.
 WITH_FEW_FILES = """
 import resource, sys
