@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Self
 import click
 
 from weightwire.cli.failures import ENVIRONMENT, Failure, by_signal, cannot_here
-from weightwire.cli.options import SIZE, VERSION, check_protocol, help_, json_output, optimized
+from weightwire.cli.options import SIZE, VERSION, WholeNumber, check_protocol, help_, json_output, optimized
 from weightwire.cli.output import StdoutClosed, StdoutFailed, line, note, object_
 from weightwire.config import CACHE_VERIFY_MODES, RETAIN_MODES, TRANSPORTS, ServerConfig
 from weightwire.errors import ConfigError
@@ -33,7 +33,7 @@ __all__ = ["serve"]
 @click.option("--host", metavar="H", help="Address to listen on. [WEIGHTWIRE_SERVER_HOST; default: 127.0.0.1]")
 @click.option(
     "--port",
-    type=click.IntRange(0, 65535),
+    type=WholeNumber(0, 65535),
     metavar="P",
     help="Port to listen on; 0 takes a free one. [WEIGHTWIRE_SERVER_PORT; default: 50052]",
 )
@@ -74,7 +74,7 @@ __all__ = ["serve"]
 )
 @click.option(
     "--metrics-port",
-    type=click.IntRange(0, 65535),
+    type=WholeNumber(0, 65535),
     metavar="P",
     help="Serve metrics for Prometheus at http://H:P/metrics; 0 takes a free port. [WEIGHTWIRE_SERVER_METRICS_PORT; "
     "default: no metrics]",

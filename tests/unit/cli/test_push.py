@@ -117,7 +117,7 @@ def test_the_cache_is_asked_when_the_server_has_one(invoke, tmp_path: Path, larg
     assert (cold["hits"], cold["misses"], cold["sent"]) == (0, 1, cold["bytes"])
     assert (warm["hits"], warm["misses"], warm["sent"]) == (1, 0, 400)
     assert (never["hits"], never["misses"], never["sent"]) == (0, 0, never["bytes"])
-    assert "1 hits, 0 misses" in text
+    assert "1 hit, 0 misses" in text
 
 
 def test_the_environment_sets_what_options_do_not(invoke, tmp_path: Path, large_arrays: Path) -> None:
