@@ -230,6 +230,7 @@ def test_a_malformed_model_is_usage_and_names_the_file(invoke, server, tmp_path:
 
 def test_nobody_listens(invoke, nowhere: str, small_gguf: Path) -> None:
     ran = invoke("push", str(small_gguf), nowhere, "--json").failed(1, nowhere)
+    assert ran.json["error"]["detail"].count(nowhere) == 1
     assert ran.json["error"]["exit_code"] == 1
 
 
