@@ -13,6 +13,7 @@ from typing import Final, Literal
 from weightwire.cache.inspect import Entry, entry_kind, list_entries
 from weightwire.cache.pool import run_each, worker_count
 from weightwire.cache.quarantine import move_aside
+from weightwire.config import checked_progress
 from weightwire.errors import ConfigError, ModelError
 from weightwire.index import Hashes, IndexChoice, Owner, hash_with_digest, identity_of, index_for
 from weightwire.ranges import FileRange
@@ -110,11 +111,12 @@ def verify_cache(
     None: the user's; False: none) knows tensors by their BLAKE3, too: an entry that hashes to its name but is another
     content is a collision. ``progress(name, done, total)``, in bytes, is called on this thread.
 
-    Raises ConfigError if the directory is not there, CacheError if it cannot be listed.
+    Raises ConfigError if the directory is not there or an argument cannot be meant, CacheError if it cannot be listed.
     """
     if bad not in ("keep", "quarantine", "remove"):
         raise ConfigError(f"bad: {bad!r} is not one of keep, quarantine, remove")
     count = worker_count(threads)
+    checked_progress(progress)
     with index_for(index) as known:
         owners: Mapping[int, list[Owner]] = known.owners() if known is not None else {}
     listing = list_entries(directory, index=False)

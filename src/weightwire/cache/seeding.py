@@ -16,7 +16,8 @@ from typing import Final, TypeGuard
 from weightwire.cache.copying import CopyingWriter, StrictCache
 from weightwire.cache.directory import WRITABLE, default_directory, entry_name
 from weightwire.cache.pool import run_each, worker_count
-from weightwire.errors import CacheError, ConfigError
+from weightwire.config import checked_flag, checked_progress
+from weightwire.errors import CacheError
 from weightwire.hashing import hash_payloads
 from weightwire.index import FileIdentity, Hashes, HashIndex, IndexChoice, hash_with_digest, identity_of, index_for
 from weightwire.model import Model, ModelTensor
@@ -100,8 +101,8 @@ def seed(
     """
     started = time.monotonic()
     count = worker_count(threads)
-    if progress is not None and not callable(progress):
-        raise ConfigError("progress: it cannot be called", hint="give a function of (name, done, total)")
+    checked_flag("verify", verify)
+    checked_progress(progress)
     pattern = compile_include(include)
     with opened_model(model) as opened:
         tensors = [tensor for tensor in included(opened, pattern) if tensor.nbytes > CACHE_THRESHOLD]
@@ -118,6 +119,14 @@ def seed(
                 work.remember()
             opened.check_unchanged()
             return work.result(time.monotonic() - started)
+
+
+class _Stopping(Exception):
+    """A StopIteration of the caller's, which a generator would make a RuntimeError of."""
+
+    def __init__(self, raised: StopIteration) -> None:
+        super().__init__(raised)
+        self.raised = raised
 
 
 class _Seeding:
@@ -166,9 +175,18 @@ class _Seeding:
             raise self._not_stored[0]
 
     def _each(self, tensors: list[ModelTensor], threads: int, watch: Callable[[], None]) -> None:
-        with contextlib.closing(run_each(tensors, self._one, threads, watch)) as stored:
-            for _ in stored:
-                pass
+        def guarded() -> None:
+            try:
+                watch()
+            except StopIteration as error:
+                raise _Stopping(error) from error
+
+        try:
+            with contextlib.closing(run_each(tensors, self._one, threads, guarded)) as stored:
+                for _ in stored:
+                    pass
+        except _Stopping as error:
+            raise error.raised from None
 
     def _left_over(self) -> list[ModelTensor]:
         """The tensors without an entry, when nobody works any more: from the beginning with them."""

@@ -341,15 +341,18 @@ def test_what_cannot_be_meant(directory: Path, tmp_path: Path) -> None:
         verify_cache(directory, bad="burn")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="threads"):
         verify_cache(directory, threads=-1)
+    with pytest.raises(ConfigError, match="progress"):
+        verify_cache(directory, progress=5)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="does not exist"):
         verify_cache(tmp_path / "none")
 
 
-def test_an_interrupt_ends_it(directory: Path, no_leaks: object) -> None:
+@pytest.mark.parametrize("raised", [KeyboardInterrupt, StopIteration])
+def test_an_interrupt_ends_it(raised: type[BaseException], directory: Path, no_leaks: object) -> None:
     def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
+        raise raised
 
     for threads in (0, 2):
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(raised):
             verify_cache(directory, threads=threads, index=False, progress=interrupt)
     assert files_in(directory) == entries_of(*DATA.values())

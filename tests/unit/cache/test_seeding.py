@@ -8,7 +8,6 @@ import os
 import stat
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -121,6 +120,13 @@ def test_equal_tensors_have_one_entry(known: bool, tmp_path: Path, directory: Pa
 def test_a_progress_that_cannot_be_called(progress: Any, model: Path, directory: Path) -> None:
     with pytest.raises(ConfigError, match="progress"):
         seed(model, directory, progress=progress, index=False)
+    assert not directory.exists()
+
+
+@pytest.mark.parametrize("verify", ["no", None, 1])
+def test_a_flag_that_is_none(verify: Any, model: Path, directory: Path) -> None:
+    with pytest.raises(ConfigError, match=f"verify: {verify!r} is neither True nor False"):
+        seed(model, directory, verify=verify, index=False)
     assert not directory.exists()
 
 
@@ -282,80 +288,6 @@ def test_a_file_where_the_directory_should_be(model: Path, directory: Path) -> N
             seed(model, place, index=False)
 
 
-FULL = """
-import resource, sys
-from weightwire.cache import seed, seeding
-from weightwire.errors import CacheError
-seeding.CACHE_THRESHOLD = 1000
-resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-try:
-    seed(sys.argv[1], sys.argv[2], threads=int(sys.argv[3]), index=False)
-except CacheError as error:
-    print(error)
-"""
-
-
-@pytest.mark.parametrize("threads", ["0", "2"])
-def test_a_full_disk_ends_it_and_leaves_whole_entries(
-    threads: str, model: Path, directory: Path, tensors: dict[str, bytes]
-) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", FULL, str(model), str(directory), threads], capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
-    assert "'t6'" in done.stdout
-    assert "File too large" in done.stdout
-    assert "ulimit -f" in done.stdout
-    assert "make room" not in done.stdout
-    assert "entries were stored" in done.stdout
-    left = files_in(directory)
-    assert left.items() <= expected(tensors).items()
-    assert name_of(tensors["t6"]) not in left
-    if threads == "0":
-        assert len(left) == 4
-
-
-@pytest.mark.parametrize("threads", [0, 1, 4])
-def test_too_many_open_files(
-    threads: int, model: Path, directory: Path, tensors: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real, most, opened = tempfile.mkstemp, [1], list[str]()
-
-    def crowded(*arguments: Any, **options: Any) -> Any:
-        if sum(map(os.path.exists, opened)) >= most[0]:
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        made = real(*arguments, **options)
-        opened.append(made[1])
-        return made
-
-    monkeypatch.setattr(tempfile, "mkstemp", crowded)
-    seed(model, directory, threads=threads, index=False)  # one at a time, if it must be
-    assert files_in(directory) == expected(tensors)
-    most[0] = 0
-    with pytest.raises(CacheError, match="0 of 5 entries were stored") as caught:
-        seed(model, directory.with_name("other"), threads=threads, index=False)
-    assert "ulimit -n" in caught.value.hint
-
-
-def test_another_users_file_in_an_entrys_place_costs_this_entry_alone(
-    model: Path, directory: Path, tensors: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In a directory with the sticky bit, as /tmp has it."""
-    theirs = name_of(tensors["t1"])
-    real = os.replace
-
-    def sticky(old: Any, new: Any) -> None:
-        if Path(new).name == theirs:
-            raise OSError(errno.EPERM, os.strerror(errno.EPERM))
-        real(old, new)
-
-    monkeypatch.setattr(os, "replace", sticky)
-    with pytest.raises(CacheError, match="4 of 5 entries were stored") as caught:
-        seed(model, directory, index=False)
-    assert "another user's" in caught.value.hint
-    assert "directory" not in caught.value.hint
-
-
 def test_an_index_that_is_wrong_about_the_model_makes_no_wrong_entry(
     model: Path, directory: Path, tensors: dict[str, bytes], index: HashIndex, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -378,7 +310,7 @@ def test_an_index_that_is_wrong_about_the_model_makes_no_wrong_entry(
 
 
 @pytest.mark.parametrize("threads", [0, 2])
-@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, StopIteration])
 def test_what_the_caller_raises_ends_it_and_leaves_no_part_of_a_file(
     threads: int, error: type[BaseException], tmp_path: Path, directory: Path, no_leaks: object
 ) -> None:
