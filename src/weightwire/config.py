@@ -32,6 +32,8 @@ __all__ = [
     "PathConfig",
     "ServerConfig",
     "available_cpus",
+    "checked_flag",
+    "checked_progress",
     "checked_seconds",
     "parse_choice",
     "parse_host",
@@ -69,6 +71,19 @@ def checked_seconds(name: str, value: object) -> float:
     if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= _MAX_SECONDS:
         return float(value)
     raise ConfigError(f"{name}={shown(value)} is not a number of seconds above 0 and at most a year", hint="such as 30")
+
+
+def checked_flag(name: str, value: object) -> bool:
+    """``value``, a bool; ConfigError, naming ``name``, for anything else: ``"no"`` would count as yes."""
+    if isinstance(value, bool):
+        return value
+    raise ConfigError(f"{name}: {shown(value)} is neither True nor False")
+
+
+def checked_progress(progress: object) -> None:
+    """ConfigError unless ``progress`` is None or can be called."""
+    if progress is not None and not callable(progress):
+        raise ConfigError("progress: it cannot be called", hint="give a function of (name, done, total)")
 
 
 def shown(value: object) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 __all__ = [
     "AllocationError",
+    "CacheDirectoryError",
     "CacheError",
     "CacheUnavailable",
     "CompletionError",
@@ -97,6 +98,12 @@ class CacheError(WeightwireError):
         super().__init__(detail, hint=hint)
         self.path = path
         self.errno = errno
+
+
+class CacheDirectoryError(CacheError, ConfigError):
+    """A cache directory that is missing and that the system does not let be made: where it would lie no directory can
+    be made, or not by this user. ``.path`` and ``.errno`` say which and why.
+    """
 
 
 class AllocationError(WeightwireError, MemoryError):

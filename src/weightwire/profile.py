@@ -175,7 +175,8 @@ class LoadProfile:
         if self.hits or self.misses or self.corrupt_hits:
             wrong = f", {self.corrupt_hits} of it filled wrongly" if self.corrupt_hits else ""
             lines.append(
-                f"  server's cache: {self.hits} hits, {self.misses} misses, {_amount(self.bytes_saved)} not sent{wrong}"
+                f"  server's cache: {self.hits} hit{'s' if self.hits != 1 else ''}, {self.misses} "
+                f"miss{'es' if self.misses != 1 else ''}, {_amount(self.bytes_saved)} not sent{wrong}"
             )
         if self.transport == "rdma":
             lines.append(

@@ -138,7 +138,7 @@ def test_lines_for_people() -> None:
     assert profile.lines()[:3] == [
         "client, connection with 10.0.0.2:50052 over tcp",
         "  12 SET_TENSOR, 4.00 GiB in 2.000 s, 2.00 GiB/s",
-        "  server's cache: 3 hits, 1 misses, 2.00 GiB not sent",
+        "  server's cache: 3 hits, 1 miss, 2.00 GiB not sent",
     ]
     assert profile.lines()[3].split() == ["hashing", "1.000", "s", "50.0", "%"]
     for words in (

@@ -5,7 +5,7 @@ A server keeps one (`TensorCache`); the other functions fill, list, check and pr
 
 from __future__ import annotations
 
-from weightwire.cache.check import BadEntry, CacheReport, verify_cache
+from weightwire.cache.check import BadEntry, CacheReport, UncheckedEntry, verify_cache
 from weightwire.cache.directory import default_directory, entry_name
 from weightwire.cache.inspect import CacheStatus, Entry, Listing, cache_status, list_entries
 from weightwire.cache.prune import PruneResult, prune_cache
@@ -23,6 +23,7 @@ __all__ = [
     "PruneResult",
     "SeedResult",
     "TensorCache",
+    "UncheckedEntry",
     "cache_status",
     "default_directory",
     "entry_name",

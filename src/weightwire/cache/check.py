@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from weightwire.cache.inspect import Entry, entry_kind, list_entries
 from weightwire.cache.pool import run_each, worker_count
 from weightwire.cache.quarantine import move_aside
+from weightwire.config import checked_progress
 from weightwire.errors import ConfigError, ModelError
 from weightwire.index import Hashes, IndexChoice, Owner, hash_with_digest, identity_of, index_for
 from weightwire.ranges import FileRange
 
-__all__ = ["BadEntry", "CacheReport", "verify_cache"]
+__all__ = ["BadEntry", "CacheReport", "UncheckedEntry", "verify_cache"]
 
 _TRIES: Final = 3
 _FILES: Final = frozenset({"content", "truncated", "collision", "unreadable"})
+_CROWDED: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+"""What says nothing about an entry: that too many are open at once."""
+
 _OPEN: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
@@ -42,12 +47,24 @@ class BadEntry:
 
 
 @dataclass(frozen=True, slots=True)
+class UncheckedEntry:
+    """An entry that this process could not open, so that nothing is known of it: its ``name``, a sentence (``reason``),
+    and the system's ``errno``.
+    """
+
+    name: str
+    reason: str
+    errno: int
+
+
+@dataclass(frozen=True, slots=True)
 class CacheReport:
     """What checking a directory found.
 
     ``entries`` (``bytes``) were read; ``digests`` of them were compared by BLAKE3 with the index, too; ``bad`` must
     not be used, in order of their names. ``changing`` are the names of entries that something wrote to while they were
-    read, which says nothing yet. ``others`` are names that are no entry's; nothing reads those.
+    read, which says nothing yet, and ``unchecked`` those that could not be opened, though they may be sound: another
+    user's, or one too many for the limit of open files. ``others`` are names that are no entry's; nothing reads those.
     """
 
     directory: str
@@ -57,6 +74,7 @@ class CacheReport:
     bad: tuple[BadEntry, ...]
     changing: tuple[str, ...]
     others: tuple[str, ...]
+    unchecked: tuple[UncheckedEntry, ...] = ()
 
 
 @dataclass(slots=True)
@@ -64,7 +82,14 @@ class _Finding:
     entry: Entry
     bad: BadEntry | None = None
     digest: bool = False
-    state: Literal["read", "gone", "changing"] = "read"
+    state: Literal["read", "gone", "changing", "unchecked"] = "read"
+    refused: OSError | None = None
+    """Why it is unchecked, or could not be moved."""
+
+    @property
+    def crowded(self) -> bool:
+        """Whether it would be another one with fewer files open."""
+        return self.refused is not None and self.refused.errno in _CROWDED
 
 
 def verify_cache(
@@ -79,21 +104,24 @@ def verify_cache(
 
     ``threads`` as for `seed`. ``bad`` says what becomes of a file that is not what its name says: it stays, goes to
     quarantine (see `weightwire.cache.quarantine`), or is removed; either takes the name only, so that a server that has
-    it open reads on. A file that its owner alone might read stays unless this is its owner. A directory, a link, a fifo
-    or the like of an entry's name is reported and never opened or touched. ``index`` (a path or `HashIndex`; None: the
-    user's; False: none) knows tensors by their BLAKE3, too: an entry that hashes to its name but is another content is
-    a collision. ``progress(name, done, total)``, in bytes, is called on this thread.
+    it open reads on. A file that its owner alone may read is unchecked, and stays, unless this is its owner; so is one
+    for which the system has no descriptor (after a second try, on this thread and one at a time). A directory, a link,
+    a fifo or the like of an entry's name is reported and never opened or touched. ``index`` (a path or `HashIndex`;
+    None: the user's; False: none) knows tensors by their BLAKE3, too: an entry that hashes to its name but is another
+    content is a collision. ``progress(name, done, total)``, in bytes, is called on this thread.
 
-    Raises ConfigError if the directory is not there, CacheError if it cannot be listed.
+    Raises ConfigError if the directory is not there or an argument cannot be meant, CacheError if it cannot be listed.
     """
     if bad not in ("keep", "quarantine", "remove"):
         raise ConfigError(f"bad: {bad!r} is not one of keep, quarantine, remove")
     count = worker_count(threads)
+    checked_progress(progress)
     with index_for(index) as known:
         owners: Mapping[int, list[Owner]] = known.owners() if known is not None else {}
     listing = list_entries(directory, index=False)
     total = sum(entry.nbytes for entry in listing.entries)
     findings: list[_Finding] = []
+    crowded: list[Entry] = []
     done = 0
 
     def took(found: _Finding) -> None:
@@ -103,13 +131,19 @@ def verify_cache(
         if progress is not None:
             progress(found.entry.path.name, done, total)
 
-    run_each(
-        # The largest first, so that no thread is left with one at the end.
-        sorted(listing.entries, key=lambda entry: -entry.nbytes),
-        lambda entry, check: _look(entry, owners.get(entry.content_hash, []), bad, check),
-        count,
-        took=took,
-    )
+    def look(entry: Entry, check: Callable[[], None]) -> _Finding:
+        return _look(entry, owners.get(entry.content_hash, []), bad, check)
+
+    def sorted_out(found: _Finding) -> None:
+        if found.crowded:
+            crowded.append(found.entry)
+        else:
+            took(found)
+
+    # The largest first, so that no thread is left with one at the end.
+    ordered = sorted(listing.entries, key=lambda entry: -entry.nbytes)
+    run_each(ordered, look, count, took=sorted_out)
+    run_each(crowded, look, 0, took=took)  # nobody else has a file open now
     read = [found for found in findings if found.state == "read"]
     wrong = [found.bad for found in findings if found.bad is not None]
     wrong += [
@@ -123,6 +157,9 @@ def verify_cache(
         bad=tuple(sorted(wrong, key=lambda entry: entry.name)),
         changing=tuple(sorted(found.entry.path.name for found in findings if found.state == "changing")),
         others=tuple(listing.others),
+        unchecked=tuple(
+            sorted((_unchecked(found) for found in findings if found.state == "unchecked"), key=lambda each: each.name)
+        ),
     )
 
 
@@ -135,7 +172,7 @@ def _look(entry: Entry, owners: list[Owner], bad: str, check: Callable[[], None]
         except FileNotFoundError:
             return _Finding(entry, state="gone")
         except OSError as error:
-            return _Finding(entry, _unopened(entry, error, bad))
+            return _unopened(entry, error, bad)
         try:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
@@ -153,9 +190,10 @@ def _look(entry: Entry, owners: list[Owner], bad: str, check: Callable[[], None]
                 wrong = _judge(entry.content_hash, status.st_size, hashes, whose, owners)
             if not before.same(identity_of(fd)):
                 continue
+            finding = _Finding(entry, wrong, digest=digest)
             if wrong is not None and bad != "keep":
-                wrong = _act(wrong, entry, status, bad)
-            return _Finding(entry, wrong, digest=digest)
+                _act(finding, wrong, status, bad)
+            return finding
         finally:
             os.close(fd)
     return _Finding(entry, state="changing")
@@ -169,25 +207,39 @@ def _open(entry: Entry) -> int:
         return os.open(entry.path, _OPEN)
 
 
-def _unopened(entry: Entry, error: OSError, bad: str) -> BadEntry:
+def _unopened(entry: Entry, error: OSError, bad: str) -> _Finding:
+    """What is said of an entry that could not be opened because of ``error``."""
+    if error.errno in _CROWDED:
+        return _Finding(entry, state="unchecked", refused=error)
     reason = f"it cannot be opened: {error.strerror or error}"
     try:
         status = os.lstat(entry.path)
-    except OSError:
-        return BadEntry(entry.path.name, "unreadable", reason, entry.nbytes)
+    except FileNotFoundError:
+        return _Finding(entry, state="gone")
+    except OSError as unseen:
+        return _Finding(entry, state="unchecked", refused=unseen)
     kind = entry_kind(status.st_mode)
     if kind != "file":
-        return BadEntry(entry.path.name, kind, f"it is a {kind}, where a file is expected")
+        return _Finding(entry, BadEntry(entry.path.name, kind, f"it is a {kind}, where a file is expected"))
     wrong = BadEntry(entry.path.name, "unreadable", reason, status.st_size)
-    if bad == "keep":
-        return wrong
-    if isinstance(error, PermissionError) and status.st_uid == os.geteuid():
-        return _act(wrong, entry, status, bad)
-    # Too many open files say nothing about an entry, and its owner's server may be able to read it.
-    why = (
-        "it is another user's, who may be able to read it" if isinstance(error, PermissionError) else "it may be sound"
-    )
-    return BadEntry(wrong.name, wrong.kind, f"{reason}; left: {why}", wrong.nbytes)
+    if isinstance(error, PermissionError):
+        if status.st_uid != os.geteuid():  # whose server may be able to read it
+            return _Finding(entry, state="unchecked", refused=error)
+        finding = _Finding(entry, wrong)
+        if bad != "keep":
+            _act(finding, wrong, status, bad)
+        return finding
+    if bad != "keep":
+        wrong = replace(wrong, reason=f"{reason}; left: it may be sound")
+    return _Finding(entry, wrong)
+
+
+def _unchecked(found: _Finding) -> UncheckedEntry:
+    error = found.refused
+    assert error is not None
+    whose = " and is another user's" if isinstance(error, PermissionError) else ""
+    reason = f"it cannot be opened{whose}: {error.strerror or error}"
+    return UncheckedEntry(found.entry.path.name, reason, error.errno or 0)
 
 
 def _judge(expected: int, nbytes: int, hashes: Hashes, whose: list[Owner], owners: list[Owner]) -> BadEntry | None:
@@ -207,20 +259,22 @@ def _judge(expected: int, nbytes: int, hashes: Hashes, whose: list[Owner], owner
     return BadEntry(name, "content", f"its content hashes to {hashes.fnv1a:016x}", nbytes)
 
 
-def _act(wrong: BadEntry, entry: Entry, status: os.stat_result, bad: str) -> BadEntry:
-    """Take its name from a bad file, unless another one has it by now."""
+def _act(found: _Finding, wrong: BadEntry, status: os.stat_result, bad: str) -> None:
+    """Take its name from a bad file of that ``status``, unless another one has it by now, and note what was done."""
+    path = found.entry.path
     action = "quarantined" if bad == "quarantine" else "removed"
     try:
         if bad == "quarantine":
-            if move_aside(entry.path, lambda found: os.path.samestat(found, status)) is None:
+            if move_aside(path, lambda there: os.path.samestat(there, status)) is None:
                 action = "none"
-        elif os.path.samestat(os.lstat(entry.path), status):
-            os.unlink(entry.path)
+        elif os.path.samestat(os.lstat(path), status):
+            os.unlink(path)
         else:
             action = "none"
     except FileNotFoundError:
         action = "none"
     except OSError as error:
+        found.refused = error
         reason = f"{wrong.reason}; it cannot be {action}: {error.strerror or error}"
-        return BadEntry(wrong.name, wrong.kind, reason, wrong.nbytes, "failed")
-    return BadEntry(wrong.name, wrong.kind, wrong.reason, wrong.nbytes, action)
+        wrong, action = replace(wrong, reason=reason), "failed"
+    found.bad = replace(wrong, action=action)

@@ -3,12 +3,36 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import reprlib
 from pathlib import Path
+from typing import Final
 
-from weightwire.errors import ConfigError
+from weightwire.errors import CacheDirectoryError, ConfigError
 
-__all__ = ["checked_directory", "default_directory", "entry_name", "make_directory", "unmake_directories"]
+__all__ = [
+    "WRITABLE",
+    "checked_directory",
+    "default_directory",
+    "entry_name",
+    "make_directory",
+    "unmake_directories",
+]
+
+WRITABLE: Final = "name a directory that this user may write to"
+"""What to do where a directory may not be written to."""
+
+_ABOUT: Final = {
+    errno.EACCES: WRITABLE,
+    errno.EPERM: WRITABLE,
+    errno.EROFS: "its file system is mounted read-only; name a directory that this user may write to",
+    errno.ENOSPC: "make room there, or name a directory on another file system",
+    errno.EDQUOT: "make room there, or name a directory on another file system",
+    errno.ENAMETOOLONG: "name a shorter path",
+    errno.ELOOP: "symbolic links there lead in a circle: name a directory that they are not part of",
+    errno.EMLINK: "the directory above it has as many as it can hold: name another one",
+}
 
 
 def entry_name(content_hash: int) -> str:
@@ -57,15 +81,51 @@ def _encodes(text: str) -> bool:
 def make_directory(directory: Path) -> list[Path]:
     """Make ``directory`` and what it lies in, if they are missing; returns those that were made, outermost first.
 
-    Raises OSError where that cannot be, and then has made none.
+    Raises ConfigError if something else has its name, CacheDirectoryError where the system does not let it be made;
+    none is left then that was not there before.
     """
     made: list[Path] = []
     try:
         _make(directory, made)
+    except OSError as error:
+        unmake_directories(made)
+        raise _not_made(directory, error) from error
     except BaseException:
         unmake_directories(made)
         raise
     return made
+
+
+def _not_made(directory: Path, error: OSError) -> ConfigError:
+    """What ``error`` says of the directory that was to be made, and what to do about it."""
+    if error.errno == errno.EEXIST and os.path.lexists(directory):
+        dangling = directory.is_symlink() and not os.path.exists(directory)
+        why = f", but a link to {os.readlink(directory)}, which leads nowhere" if dangling else ""
+        return ConfigError(
+            f"cache directory {directory} is not a directory{why}", hint="name a directory, or a new path to create one"
+        )
+    shown = reprlib.repr(str(directory)) if error.errno == errno.ENAMETOOLONG else str(directory)
+    reason = error.strerror or str(error)
+    hint = _ABOUT.get(error.errno or 0, "")
+    if error.errno in (errno.ENOTDIR, errno.EEXIST):
+        above = next((each for each in directory.parents if os.path.lexists(each)), directory)
+        reason, hint = f"{above} is not a directory", "name a directory, or a new path that leads through none but such"
+    elif error.errno == errno.ENOENT:
+        # Where nothing but the directory itself is missing, either nobody can make one there (/proc), or it would lie
+        # in one that has been removed.
+        gone = not directory.is_absolute() and not _current_is_there()
+        hint = "the current directory has been removed: name an absolute path" if gone else "name another place for it"
+    return CacheDirectoryError(
+        f"cannot create cache directory {shown}: {reason}", path=str(directory), errno=error.errno, hint=hint
+    )
+
+
+def _current_is_there() -> bool:
+    try:
+        os.getcwd()
+    except OSError:
+        return False
+    return True
 
 
 def _make(directory: Path, made: list[Path]) -> None:

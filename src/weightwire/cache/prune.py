@@ -12,6 +12,7 @@ from typing import Final
 from weightwire.cache.inspect import Entry, list_entries
 from weightwire.cache.quarantine import empty_quarantine, list_quarantine
 from weightwire.cache.store import TensorCache
+from weightwire.config import checked_flag
 from weightwire.errors import ConfigError
 from weightwire.index import IndexChoice
 
@@ -59,8 +60,11 @@ def prune_cache(
     an entry reads on, as only the name goes; one used meanwhile is spared. With ``dry_run`` nothing is removed.
     ``index`` names the tensors of what is removed (a path or `HashIndex`; None: the user's; False: none).
 
-    Raises ConfigError if the directory is not there or nothing is asked for, CacheError if it cannot be listed.
+    Raises ConfigError if the directory is not there, nothing is asked for, or an argument cannot be meant, CacheError
+    if it cannot be listed.
     """
+    checked_flag("quarantine", quarantine)
+    checked_flag("dry_run", dry_run)
     for name, value in (("max_bytes", max_bytes), ("max_age", max_age)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0):
             raise ConfigError(f"{name}: {value!r} is not a number from 0 on")

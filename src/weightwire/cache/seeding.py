@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from typing import Final, TypeGuard
 
 from weightwire.cache.copying import CopyingWriter, StrictCache
-from weightwire.cache.directory import default_directory, entry_name
+from weightwire.cache.directory import WRITABLE, default_directory, entry_name
 from weightwire.cache.pool import run_each, worker_count
-from weightwire.errors import CacheError, ConfigError
+from weightwire.config import checked_flag, checked_progress
+from weightwire.errors import CacheError
 from weightwire.hashing import hash_payloads
 from weightwire.index import FileIdentity, Hashes, HashIndex, IndexChoice, hash_with_digest, identity_of, index_for
 from weightwire.model import Model, ModelTensor
@@ -28,8 +29,23 @@ __all__ = ["SeedResult", "seed"]
 
 logger = logging.getLogger(__name__)
 
-_NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-_NOT_ALLOWED: Final = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
+_IN_THE_WAY: Final = "something else has that entry's name: weightwire cache verify lists what does not belong there"
+_NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+_FEWER: Final = _NO_ROOM | {errno.EFBIG, errno.EMFILE, errno.ENFILE}
+"""What may be another thing with one entry at a time, or for the smaller ones."""
+
+_HINTS: Final = {
+    **dict.fromkeys(
+        _NO_ROOM, "make room (weightwire cache prune) and seed again: what is there already is not written again"
+    ),
+    **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), WRITABLE),
+    errno.EFBIG: "raise the limit of a file's size (ulimit -f), or name a directory that takes larger files",
+    errno.EMFILE: "raise the limit of open files (ulimit -n), or have fewer threads (--threads)",
+    errno.ENFILE: "the system has too many files open: have fewer threads (--threads), or seed again later",
+    errno.EISDIR: _IN_THE_WAY,
+    errno.ENOTEMPTY: _IN_THE_WAY,
+    errno.EEXIST: _IN_THE_WAY,
+}
 _NOT_REPLACED: Final = frozenset({errno.EISDIR, errno.ENOTEMPTY, errno.EEXIST, errno.EPERM})
 """How rename(2) says that what has the name stays: a directory, or another user's file where those are protected."""
 
@@ -78,17 +94,18 @@ def seed(
 
     An entry is named after what was read back from it, synced, and put in place in one step: whatever interrupts, it is
     whole and rightly named or not there. Raises ModelError for a model that cannot be read or that changed meanwhile,
-    ConfigError for what cannot be meant, CacheError where an entry cannot be stored (its text says what was done): at
-    once, or, where only something else that has the entry's name is in the way, after all others have been.
+    ConfigError for what cannot be meant, CacheDirectoryError where the directory cannot be made, CacheError where an
+    entry cannot be stored (its text says what was done): at once, or, where only something else that has the entry's
+    name is in the way, after all others have been.
     """
     started = time.monotonic()
     count = worker_count(threads)
-    if progress is not None and not callable(progress):
-        raise ConfigError("progress: it cannot be called", hint="give a function of (name, done, total)")
+    checked_flag("verify", verify)
+    checked_progress(progress)
     pattern = compile_include(include)
     with opened_model(model) as opened:
         tensors = [tensor for tensor in included(opened, pattern) if tensor.nbytes > CACHE_THRESHOLD]
-        cache = _cache_in(default_directory() if directory is None else directory)
+        cache = StrictCache(default_directory() if directory is None else directory)
         with index_for(index) as hashes:
             work = _Seeding(cache, tensors, hashes, verify)
             try:
@@ -101,16 +118,6 @@ def seed(
                 work.remember()
             opened.check_unchanged()
             return work.result(time.monotonic() - started)
-
-
-def _cache_in(directory: str | os.PathLike[str]) -> StrictCache:
-    try:
-        return StrictCache(directory)
-    except ConfigError as error:
-        refused = error.__cause__
-        if not isinstance(refused, OSError) or refused.errno in (errno.EEXIST, errno.ENOTDIR):
-            raise
-        raise CacheError(error.detail, path=str(directory), errno=refused.errno, hint=error.hint) from refused
 
 
 class _Seeding:
@@ -149,9 +156,9 @@ class _Seeding:
         try:
             run_each(self._tensors, self._one, threads, watch=watch)
         except CacheError as error:
-            if threads < 2 or error.errno not in _NO_ROOM:
+            if threads < 2 or error.errno not in _FEWER:
                 raise
-            # Half-written entries share the room that is left, and one by itself may fit.
+            # Half-written entries share the room and the descriptors that are left, and one by itself may fit.
             run_each(self._left_over(), self._one, 0, watch=watch)
         self._done = total
         watch()
@@ -282,7 +289,7 @@ class _Seeding:
                     raise
                 # It is about this one name: the other entries can be stored.
                 with self._lock:
-                    self._not_stored.append(_refused(self._cache, tensor, error))
+                    self._not_stored.append(_refused(self._cache, tensor, error, _in_the_way(error)))
                 return
         self._placed[stored.fnv1a] = tensor.name
         self._count(written=1, written_bytes=tensor.nbytes, cloned_bytes=cloned, replaced=int(replaces))
@@ -342,15 +349,17 @@ def _may_be_known(payload: FileRange | memoryview) -> TypeGuard[FileRange]:
     return isinstance(payload, FileRange) and payload.dated
 
 
-def _refused(cache: StrictCache, tensor: ModelTensor, error: OSError) -> CacheError:
-    """What an OSError from the directory means, and what to do about it."""
+def _in_the_way(error: OSError) -> str:
+    """What to do where what has an entry's name was not replaced because of ``error``."""
+    if error.errno != errno.EPERM:
+        return _IN_THE_WAY
+    # rename(2) in a directory with the sticky bit: new names are welcome, other users' are theirs.
+    return "a file of another user's has that entry's name, and only its owner may replace or remove it here"
+
+
+def _refused(cache: StrictCache, tensor: ModelTensor, error: OSError, hint: str = "") -> CacheError:
+    """What an OSError from the directory means, and what to do about it (``hint``, else by its number)."""
     reason = error.strerror or str(error)
     what = f"cache {cache.directory}: the entry for {tensor.name!r} ({tensor.nbytes} bytes) cannot be stored: {reason}"
-    hint = ""
-    if error.errno in _NO_ROOM:
-        hint = "make room (weightwire cache prune) and seed again: what is there already is not written again"
-    elif error.errno in _NOT_ALLOWED:
-        hint = "name a directory that this user may write to"
-    elif error.errno in _NOT_REPLACED:
-        hint = "something else has that entry's name: weightwire cache verify lists what does not belong there"
+    hint = hint or _HINTS.get(error.errno or 0, "")
     return CacheError(what, path=str(cache.directory), errno=error.errno, hint=hint)

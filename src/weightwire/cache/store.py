@@ -51,10 +51,11 @@ class TensorCache:
 
     What a process that was killed left half written there is removed; other names than its own are never touched.
     ``verify`` is what a server checks of an entry before it says that it has it: ``"content"``, size and hash, or
-    ``"size"`` alone. Raises ConfigError if the directory cannot be made or is something else, or for another
-    ``verify``. Safe to use from several threads, processes and servers at once. Losing an entry is never an error: what
-    cannot be read is a miss, what cannot be written is logged (at WARNING; further failures at DEBUG until an entry
-    could be written again) and forgotten. A bad entry is moved to quarantine (`weightwire.cache.quarantine`).
+    ``"size"`` alone. Raises CacheDirectoryError if the directory cannot be made, ConfigError if it is something else,
+    or for another ``verify``. Safe to use from several threads, processes and servers at once. Losing an entry is never
+    an error: what cannot be read is a miss, what cannot be written is logged (at WARNING; further failures at DEBUG
+    until an entry could be written again) and forgotten. A bad entry is moved to quarantine
+    (`weightwire.cache.quarantine`).
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, verify: str = "content") -> None:
@@ -62,13 +63,7 @@ class TensorCache:
         if verify not in CACHE_VERIFY_MODES:
             raise ConfigError(f"verify={shown(verify)}", hint=f"one of {', '.join(CACHE_VERIFY_MODES)}")
         self.verify = verify
-        try:
-            self._made = make_directory(self.directory)
-        except OSError as error:
-            raise ConfigError(
-                f"cache directory {self.directory} cannot be made: {error.strerror or error}",
-                hint="name a directory this user may write to",
-            ) from error
+        self._made = make_directory(self.directory)
         self.quarantined = 0
         """How many entries this object has moved to quarantine."""
         self._counting = threading.Lock()

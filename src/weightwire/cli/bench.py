@@ -9,6 +9,7 @@ import click
 from weightwire.cli.options import (
     SECONDS,
     SIZE,
+    WholeNumber,
     check_protocol,
     help_,
     json_output,
@@ -18,7 +19,7 @@ from weightwire.cli.options import (
     timeout,
     transport,
 )
-from weightwire.cli.output import human_bytes, line, note, object_, printable
+from weightwire.cli.output import counted, human_bytes, line, note, object_, printable
 from weightwire.cli.progress import Progress, choose_display
 from weightwire.cli.report import carrier
 from weightwire.config import ClientConfig
@@ -46,7 +47,7 @@ _KINDS = ("mix", "large", "small")
     metavar="S",
     help="Begin rounds for so long; the last one is finished, and there is one at least. [default: 10]",
 )
-@click.option("--rounds", type=click.IntRange(1, 10_000), metavar="N", help="Make so many rounds instead.")
+@click.option("--rounds", type=WholeNumber(1, 10_000), metavar="N", help="Make so many rounds instead.")
 @click.option(
     "--tensors",
     type=click.Choice(_KINDS),
@@ -130,9 +131,8 @@ def bench(
 def _lines(connection: Connection, result: BenchResult) -> list[str]:
     way = "" if connection.optimized else ", the plain way"
     where = printable(f"{connection.endpoint} (protocol {connection.protocol}, {carrier(connection)}{way})")
-    plural = "" if result.rounds == 1 else "s"
     lines = [
-        f"measured {where}: {result.rounds} round{plural}, medians (and quartiles)",
+        f"measured {where}: {counted(result.rounds, 'round', 'rounds')}, medians (and quartiles)",
         f"round trip  {result.latency.median * 1e3:.3f} ms, 99 of 100 within {result.latency.p99 * 1e3:.3f} ms",
     ]
     for kind, transfer in result.uploads.items():
@@ -156,4 +156,4 @@ def _speed(transfer: BenchTransfer) -> str:
 
 def _what(transfer: BenchTransfer) -> str:
     count, size = transfer.tensors, human_bytes(transfer.bytes)
-    return f"{size} in {count} tensor{'s' if count != 1 else ''} of at most {human_bytes(transfer.largest)}"
+    return f"{size} in {counted(count, 'tensor', 'tensors')} of at most {human_bytes(transfer.largest)}"

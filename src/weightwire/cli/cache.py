@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import click
 
 from weightwire.cli.caches import cache_dir, cache_path, moment, threads
-from weightwire.cli.failures import CONTENT, FAILED
+from weightwire.cli.failures import CONTENT, ENVIRONMENT, FAILED
 from weightwire.cli.options import help_, json_output, quiet
 from weightwire.cli.output import counted, human_bytes, line, note, object_, printable
 from weightwire.cli.progress import Progress, choose_display
@@ -19,7 +21,7 @@ from weightwire.config import parse_size
 from weightwire.errors import ConfigError
 
 if TYPE_CHECKING:
-    from weightwire.cache import Entry
+    from weightwire.cache import CacheReport, Entry
     from weightwire.index import Owner
 
 __all__ = ["cache", "parse_age"]
@@ -86,7 +88,8 @@ def list_(cache: str | None, as_json: bool) -> None:
 @quiet
 @help_
 def verify(cache: str | None, quarantine: bool, remove: bool, threads: int | None, as_json: bool, quiet: bool) -> None:
-    """Read every entry and see that its content hashes to its name; exit code 4 if one does not.
+    """Read every entry and see that its content hashes to its name; exit code 4 if one does not, 3 if some could not be
+    opened.
 
     What has an entry's name and is a directory, a link or the like is reported and left alone. Where the index of
     hashes knows an entry's tensor, its BLAKE3 is compared too.
@@ -101,35 +104,51 @@ def verify(cache: str | None, quarantine: bool, remove: bool, threads: int | Non
     with Progress("verifying", total, choose_display(quiet)) as progress:
         report = verify_cache(directory, threads=threads, bad=bad, progress=progress.report)
     if as_json:
-        object_(asdict(report))
+        unchecked = [{"name": each.name, "reason": each.reason} for each in report.unchecked]
+        object_(asdict(report) | {"unchecked": unchecked})
     else:
         for each in report.bad:
             done = "" if each.action == "none" else f"; {each.action}"
             line(f"{each.name} {each.nbytes:>12} {printable(each.reason)}{done}")
         for name in report.changing:
             line(f"{name}: something writes to it; verify again later")
+        for left in report.unchecked:
+            line(f"{left.name}: not checked: {printable(left.reason)}")
+        also = f", {len(report.unchecked)} not checked" if report.unchecked else ""
         line(
             f"{printable(report.directory)}: {counted(report.entries, 'entry', 'entries')}, "
-            f"{human_bytes(report.bytes)}, {len(report.bad)} bad; {report.digests} compared by BLAKE3, too"
+            f"{human_bytes(report.bytes)}, {len(report.bad)} bad{also}; {report.digests} compared by BLAKE3, too"
         )
         if report.others:
-            shown = ", ".join(map(printable, report.others[:4])) + (" …" if len(report.others) > 4 else "")
-            line(f"{counted(len(report.others), 'name that is', 'names that are')} no entry's: {shown}")
-    if report.bad:
-        note(
-            f"weightwire: error: {counted(len(report.bad), 'bad entry', 'bad entries')} "
-            f"in {printable(report.directory)}"
-        )
-        hints = []
-        if bad == "keep" and any(each.is_file for each in report.bad):
-            hints.append("--quarantine moves bad files away, --remove removes them")
-        left = [each.name for each in report.bad if not each.is_file]
-        if left:
-            shown = ", ".join(left[:4]) + (" …" if len(left) > 4 else "")
-            hints.append(f"what is no file is left to you to look at and remove: {shown}")
-        if hints:
-            note(f"weightwire: hint: {'; '.join(hints)}")
-        sys.exit(CONTENT)
+            line(f"{counted(len(report.others), 'name that is', 'names that are')} no entry's: {_few(report.others)}")
+    _judge(report, bad)
+
+
+def _judge(report: CacheReport, bad: str) -> None:
+    """End with an error, and its exit code, unless every entry was read and found sound."""
+    if not report.bad and not report.unchecked:
+        return
+    wrong = [counted(len(report.bad), "bad entry", "bad entries")] if report.bad else []
+    if report.unchecked:
+        wrong.append(f"{counted(len(report.unchecked), 'entry', 'entries')} not checked")
+    note(f"weightwire: error: {', '.join(wrong)} in {printable(report.directory)}")
+    hints = []
+    if bad == "keep" and any(each.is_file for each in report.bad):
+        hints.append("--quarantine moves bad files away, --remove removes them")
+    left = [each.name for each in report.bad if not each.is_file]
+    if left:
+        hints.append(f"what is no file is left to you to look at and remove: {_few(left)}")
+    hints += _let_go(each.reason for each in report.bad if each.action == "failed")
+    numbers = {each.errno for each in report.unchecked}
+    if numbers & {errno.EACCES, errno.EPERM}:
+        hints.append("verify another user's entries as the user that the server runs as")
+    if errno.EMFILE in numbers:
+        hints.append("raise the limit of open files (ulimit -n)")
+    if numbers - {errno.EACCES, errno.EPERM, errno.EMFILE}:
+        hints.append("what was not checked may be sound: verify again later")
+    if hints:
+        note(f"weightwire: hint: {'; '.join(hints)}")
+    sys.exit(CONTENT if report.bad else ENVIRONMENT)
 
 
 @cache.command(add_help_option=False)
@@ -183,6 +202,8 @@ def prune(
             f"weightwire: error: {counted(len(result.failed), 'entry', 'entries')} cannot be removed, "
             f"the first of them {name}: {reason}"
         )
+        for hint in _let_go(reason for _, reason in result.failed):
+            note(f"weightwire: hint: {hint}")
         sys.exit(FAILED)
 
 
@@ -209,6 +230,25 @@ def stat(cache: str | None, as_json: bool) -> None:
     if status.misplaced or status.others:
         line(f"not entries  {status.misplaced} of an entry's name, {status.others} of other names")
     line(f"free         {human_bytes(status.free_bytes)} of {human_bytes(status.total_bytes)}")
+
+
+def _let_go(reasons: Iterable[str]) -> list[str]:
+    """What to do about entries that the system would not have moved or removed, for ``reasons`` in its own words."""
+    from weightwire.cache.quarantine import FOLDER
+
+    text = "\n".join(reasons)
+    if os.strerror(errno.EROFS) in text:
+        return ["the file system is mounted read-only: do it where it may be written to"]
+    if any(os.strerror(number) in text for number in (errno.EACCES, errno.EPERM)):
+        return ["do it as the user that the server runs as, or the one whose the directory is"]
+    if FOLDER in text:
+        return [f"remove what is called {FOLDER} in the directory: bad files are moved to a folder of that name"]
+    return []
+
+
+def _few(names: Sequence[str]) -> str:
+    """The first of ``names``, for one line."""
+    return ", ".join(map(printable, names[:4])) + (" …" if len(names) > 4 else "")
 
 
 def _parsed(option: str, text: str | None, parse: Any) -> Any:

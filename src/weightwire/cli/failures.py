@@ -14,6 +14,7 @@ import click
 from weightwire.cli.output import StdoutClosed, StdoutFailed, note, object_, printable
 from weightwire.errors import (
     AllocationError,
+    CacheDirectoryError,
     CacheError,
     CacheUnavailable,
     CompletionError,
@@ -81,6 +82,8 @@ def as_failure(error: Exception) -> Failure:
         return Failure(error, USAGE, detail=error.format_message(), hint=hint, kind="UsageError")
     if isinstance(error, click.ClickException):
         return Failure(error, USAGE, detail=error.format_message(), kind="UsageError")
+    if isinstance(error, CacheDirectoryError):
+        return Failure(error, ENVIRONMENT)
     if isinstance(error, ConfigError):
         return Failure(error, USAGE)
     if isinstance(error, IntegrityError):

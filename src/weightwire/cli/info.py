@@ -9,7 +9,7 @@ import click
 
 from weightwire.cli.failures import USAGE, Failure, as_usage
 from weightwire.cli.options import check_protocol, help_, json_output, protocol, timeout, transport
-from weightwire.cli.output import human_bytes, line, note, object_, printable
+from weightwire.cli.output import counted, human_bytes, line, note, object_, printable
 from weightwire.cli.report import carrier, version
 from weightwire.config import DEFAULT_PORT, ClientConfig
 from weightwire.errors import ConfigError, ModelError
@@ -108,11 +108,12 @@ def _model(path: str, as_json: bool) -> None:
             )
             return
         line(f"model     {printable(path)}")
-        line(f"format    {opened.format}, {len(opened.files)} file{'s' if len(opened.files) != 1 else ''}")
+        line(f"format    {opened.format}, {counted(len(opened.files), 'file', 'files')}")
         line(f"tensors   {len(tensors)}")
         line(f"bytes     {opened.nbytes} ({human_bytes(opened.nbytes)})")
         for name, entry in sorted(types.items(), key=lambda item: -item[1]["bytes"]):
-            line(f"type      {printable(name)}: {entry['tensors']} tensors, {human_bytes(entry['bytes'])}")
+            count = counted(entry["tensors"], "tensor", "tensors")
+            line(f"type      {printable(name)}: {count}, {human_bytes(entry['bytes'])}")
         for key, value in opened.metadata.items():
             line(f"metadata  {printable(key)} = {_shortened(value)}")
         _table(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from weightwire import __version__
-from weightwire.cli.output import line
+from weightwire.cli.output import counted, line
 from weightwire.config import MAX_THREADS, TRANSPORTS, ClientConfig, parse_seconds, parse_size, parse_version
 from weightwire.errors import ConfigError
 
@@ -20,6 +20,7 @@ __all__ = [
     "SIZE",
     "VERSION",
     "Sending",
+    "WholeNumber",
     "check_protocol",
     "connecting",
     "help_",
@@ -64,6 +65,17 @@ class _Parsed(_ParamType):
             return self._parse(value)
         except ValueError as error:
             self.fail(str(error), param, ctx)
+
+
+class WholeNumber(click.IntRange):
+    """A whole number in a range; what is none is called that."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            int(value)
+        except ValueError:
+            self.fail(f"{value!r} is not a whole number", param, ctx)
+        return super().convert(value, param, ctx)
 
 
 def _pattern(text: str) -> str:
@@ -220,7 +232,7 @@ def threads_that(work: str) -> Callable[[_F], _F]:
     """``--threads``, of threads that do ``work``."""
     return click.option(
         "--threads",
-        type=click.IntRange(0, MAX_THREADS),
+        type=WholeNumber(0, MAX_THREADS),
         metavar="N",
         help=f"Threads that {work}. [GGML_RPC_LOAD_THREADS; default: one for each CPU, at most 8]",
     )
@@ -340,7 +352,8 @@ def targets_of(endpoints: Sequence[str], include: Sequence[str], layers: Sequenc
     for option, given in (("--include", include), ("--layers", layers)):
         if len(given) not in (0, 1, len(endpoints)):
             raise ConfigError(
-                f"{option} is given {len(given)} times, for {len(endpoints)} server{'s' if len(endpoints) > 1 else ''}",
+                f"{option} is given {counted(len(given), 'time', 'times')}, for "
+                f"{counted(len(endpoints), 'server', 'servers')}",
                 hint="give it once for all servers, or once for each in their order",
             )
 

@@ -56,7 +56,7 @@ def counted(number: int, one: str, more: str) -> str:
 def human_bytes(nbytes: int) -> str:
     """Bytes in the unit that suits them, such as ``"241.4 MiB"``."""
     if nbytes < 1024:
-        return f"{nbytes} bytes"
+        return counted(nbytes, "byte", "bytes")
     value = nbytes / 1024
     for unit in _UNITS[1:-1]:
         # What would be rounded up to 1024.0 is one of the next unit.

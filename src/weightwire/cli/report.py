@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from weightwire.cli.failures import as_failure, error_facts, say
-from weightwire.cli.output import gib_per_second, human_bytes, object_, printable
+from weightwire.cli.output import counted, gib_per_second, human_bytes, object_, printable
 
 if TYPE_CHECKING:
     from weightwire.client import Connection, PushSummary, Warmed, WarmSummary
@@ -37,7 +37,7 @@ def push_lines(connection: Connection, summary: PushSummary) -> list[str]:
     where = f"{connection.endpoint} ({protocol}, {carrier(connection)})"
     seconds = _pushing(summary)
     lines = [
-        f"pushed {summary.tensors} tensors, {human_bytes(summary.bytes)}, to {printable(where)}",
+        f"pushed {counted(summary.tensors, 'tensor', 'tensors')}, {human_bytes(summary.bytes)}, to {printable(where)}",
         f"in {seconds:.2f} s, {gib_per_second(summary.bytes, seconds):.2f} GiB/s; {human_bytes(summary.sent)} sent",
     ]
     lines += _why_tcp(connection.transport)
@@ -62,13 +62,18 @@ def warm_lines(warmed: Warmed, summary: WarmSummary) -> list[str]:
         return [f"nothing to warm at {where}: no tensor has more than 10 MiB, and only those are cached"]
     there = summary.tensors - len(summary.too_large)
     lines = [
-        f"warmed {where}: {there} tensors of {human_bytes(summary.bytes)} are in its cache"
+        f"warmed {where}: {counted(there, 'tensor', 'tensors')} of {human_bytes(summary.bytes)} "
+        f"{'is' if there == 1 else 'are'} in its cache"
         if not summary.too_large
-        else f"warmed {where}: {there} of {summary.tensors} tensors are in its cache",
-        f"in {summary.seconds:.2f} s; {summary.hits} were there already, {human_bytes(summary.sent)} sent",
+        else f"warmed {where}: {there} of {counted(summary.tensors, 'tensor', 'tensors')} "
+        f"{'is' if there == 1 else 'are'} in its cache",
+        f"in {summary.seconds:.2f} s; {counted(summary.hits, 'was', 'were')} there already, "
+        f"{human_bytes(summary.sent)} sent",
     ]
     if summary.corrupt_hits:
-        lines.append(f"{summary.corrupt_hits} entries were damaged or cut short, and have been sent anew")
+        lines.append(
+            f"{counted(summary.corrupt_hits, 'entry was', 'entries were')} damaged or cut short, and sent anew"
+        )
     return lines + _why_tcp(warmed.transport or {})
 
 
@@ -152,7 +157,7 @@ def _why_tcp(transport: Mapping[str, object]) -> list[str]:
 def _cache_lines(summary: PushSummary) -> list[str]:
     if not (summary.hits or summary.misses or summary.corrupt_hits):
         return []
-    text = f"server's cache: {summary.hits} hits, {summary.misses} misses"
+    text = f"server's cache: {counted(summary.hits, 'hit', 'hits')}, {counted(summary.misses, 'miss', 'misses')}"
     if summary.corrupt_hits:
         text += f", {summary.corrupt_hits} filled wrongly and sent instead"
     return [text]

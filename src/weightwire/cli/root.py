@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from weightwire.cli import bench, cache, demo, hash_, info, push, seed, serve, warm
-from weightwire.cli.failures import INTERRUPTED, PIPE_CLOSED, USAGE, as_failure, by_signal, debug, say
+from weightwire.cli.failures import INTERRUPTED, PIPE_CLOSED, USAGE, Failure, as_failure, by_signal, debug, say
 from weightwire.cli.options import help_, version
 from weightwire.cli.output import StdoutClosed, check_stdout, note, occupy_standard_descriptors
 from weightwire.cli.signals import Terminated
@@ -79,7 +79,9 @@ class _Root(click.Group):
             sys.exit(by_signal(error.number))
         except _NO_ARGUMENTS as error:
             note(error.format_message())
-            sys.exit(USAGE)
+            path = error.ctx.command_path if error.ctx is not None else "weightwire"
+            hint = f"give one of the above; '{path} VERB --help' says what it does and takes"
+            sys.exit(say(Failure(error, USAGE, detail="a verb is missing", hint=hint, kind="UsageError"), json=json))
         except Exception as error:
             sys.exit(say(error, json=json))
         sys.exit(code if isinstance(code, int) else 0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import reprlib
 import select
 import signal
 import sys
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Self
 import click
 
 from weightwire.cli.failures import ENVIRONMENT, Failure, by_signal, cannot_here
-from weightwire.cli.options import SIZE, VERSION, check_protocol, help_, json_output, optimized
+from weightwire.cli.options import SIZE, VERSION, WholeNumber, check_protocol, help_, json_output, optimized
 from weightwire.cli.output import StdoutClosed, StdoutFailed, line, note, object_
 from weightwire.config import CACHE_VERIFY_MODES, RETAIN_MODES, TRANSPORTS, ServerConfig
 from weightwire.errors import ConfigError
@@ -34,7 +33,7 @@ __all__ = ["serve"]
 @click.option("--host", metavar="H", help="Address to listen on. [WEIGHTWIRE_SERVER_HOST; default: 127.0.0.1]")
 @click.option(
     "--port",
-    type=click.IntRange(0, 65535),
+    type=WholeNumber(0, 65535),
     metavar="P",
     help="Port to listen on; 0 takes a free one. [WEIGHTWIRE_SERVER_PORT; default: 50052]",
 )
@@ -75,7 +74,7 @@ __all__ = ["serve"]
 )
 @click.option(
     "--metrics-port",
-    type=click.IntRange(0, 65535),
+    type=WholeNumber(0, 65535),
     metavar="P",
     help="Serve metrics for Prometheus at http://H:P/metrics; 0 takes a free port. [WEIGHTWIRE_SERVER_METRICS_PORT; "
     "default: no metrics]",
@@ -225,27 +224,16 @@ class _Profiles:
 
 def _cache_directory(text: str, unmaking: contextlib.ExitStack) -> Path:
     """Make the cache directory if need be and see that entries can be written there; ``unmaking`` undoes that."""
-    from weightwire.cache.directory import make_directory, unmake_directories
+    from weightwire.cache.directory import WRITABLE, checked_directory, make_directory, unmake_directories
 
     try:
         directory = Path(text).expanduser()
     except RuntimeError as error:
         raise ConfigError(f"--cache: {text}: {error}", hint="write the path without ~") from error
-    hint = "name a directory that this user may write to"
-    try:
-        if directory.exists() and not directory.is_dir():
-            raise ConfigError(
-                f"--cache: {directory} is not a directory", hint="name a directory, or a new path to create one"
-            )
-        unmaking.callback(unmake_directories, make_directory(directory))
-    except OSError as error:
-        shown = reprlib.repr(str(directory)) if error.errno == errno.ENAMETOOLONG else str(directory)
-        raise Failure(
-            error, ENVIRONMENT, detail=f"--cache: cannot create {shown}: {error.strerror}", hint=hint
-        ) from error
+    unmaking.callback(unmake_directories, make_directory(checked_directory(directory)))
     if not os.access(directory, os.R_OK | os.W_OK | os.X_OK):
         refused = PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(directory))
-        raise Failure(refused, ENVIRONMENT, detail=f"--cache: cannot write to {directory}", hint=hint)
+        raise Failure(refused, ENVIRONMENT, detail=f"--cache: cannot write to {directory}", hint=WRITABLE)
     return directory
 
 

@@ -192,7 +192,8 @@ def bench(
     kinds = _kinds(tensors)
     nbytes = whole("nbytes", nbytes)
     if nbytes < MIN_NBYTES:
-        raise ConfigError(f"{nbytes} bytes are too few to measure", hint=f"give {MIN_NBYTES} or more")
+        count = "1 byte is" if nbytes == 1 else f"{nbytes} bytes are"
+        raise ConfigError(f"{count} too few to measure", hint=f"give {MIN_NBYTES} or more")
     if rounds is not None and not 1 <= whole("rounds", rounds) <= _MOST_ROUNDS:
         raise ConfigError(f"rounds: {rounds!r} is not 1 to {_MOST_ROUNDS}")
     seconds = checked_seconds("seconds", seconds)

@@ -43,6 +43,10 @@ def open_model(source: _Source) -> Model:
             f"model: {shown(source)} is neither a path nor a mapping of arrays",
             hint="give the path of a GGUF or safetensors file, a mapping from names to arrays, or an open model",
         ) from error
+    if not path:
+        raise ModelError(
+            "'' cannot be opened: the path is empty", hint="name a GGUF or safetensors file, or its folder"
+        )
     if os.path.isdir(path):
         return _open_file(_model_in(path))
     return _open_file(path)

@@ -56,22 +56,27 @@ def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return result
 
 
-def _parse(data: bytes, path: str, start: int) -> dict[str, object]:
-    """The JSON object in ``data``, which lies at byte ``start`` of ``path``."""
+def _parse(data: bytes, path: str, start: int, what: str = "header") -> dict[str, object]:
+    """The JSON object in ``data``, which lies at byte ``start`` of ``path`` and is its ``what``."""
     try:
         text = data.decode()
         parsed = json.loads(text, object_pairs_hook=_object)
     except UnicodeDecodeError as error:
-        raise ModelError(f"the header is not UTF-8: {error.reason}", path=path, offset=start + error.start) from error
+        raise ModelError(f"the {what} is not UTF-8: {error.reason}", path=path, offset=start + error.start) from error
     except _DuplicateKey as error:
         raise ModelError(f"key {error.args[0]!r} occurs twice", path=path, offset=start) from error
     except json.JSONDecodeError as error:
         at = start + len(text[: error.pos].encode(errors="surrogatepass"))
-        raise ModelError(f"the header is not JSON: {error.msg}", path=path, offset=at) from error
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits; brackets thousands deep
-        raise ModelError(f"the header is not usable JSON: {error}", path=path, offset=start) from error
+        raise ModelError(f"the {what} is not JSON: {error.msg}", path=path, offset=at) from error
+    except ValueError as error:
+        # The only other thing that json refuses. Python's own words advise the program, not whoever has the file.
+        detail = f"the {what} is not usable JSON: a number in it has thousands of digits"
+        raise ModelError(detail, path=path, offset=start, hint="the file is damaged; fetch it again") from error
+    except RecursionError as error:
+        detail = f"the {what} is not usable JSON: its brackets are nested too deep"
+        raise ModelError(detail, path=path, offset=start, hint="the file is damaged; fetch it again") from error
     if not isinstance(parsed, dict):
-        raise ModelError("the header is not a JSON object", path=path, offset=start)
+        raise ModelError(f"the {what} is not a JSON object", path=path, offset=start)
     return parsed
 
 
@@ -198,7 +203,7 @@ def _read_index(index: str) -> dict[str, str]:
     try:
         if file.size > MAX_HEADER:
             raise ModelError(f"an index cannot be {file.size} bytes long (the limit is {MAX_HEADER})", path=index)
-        weights = _parse(file.read_at(0, file.size), index, 0).get("weight_map")
+        weights = _parse(file.read_at(0, file.size), index, 0, "index").get("weight_map")
     finally:
         file.close()
     if not isinstance(weights, dict) or not weights:
@@ -221,7 +226,6 @@ def _open(path: str, paths: list[str], index: tuple[str, Mapping[str, str]] | No
                 f"{len(missing)} of {len(paths)} files that the index lists are missing, the first of them "
                 f"{os.path.basename(missing[0])}",
                 path=missing[0],
-                offset=0,
                 hint="all files of a model must lie in the index's folder",
             )
     files = open_files(paths)

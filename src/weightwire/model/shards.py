@@ -53,7 +53,6 @@ def shard_paths(path: str) -> list[str]:
         raise ModelError(
             f"{len(missing)} of {shard.total} shards missing, the first of them {os.path.basename(missing[0])}",
             path=missing[0],
-            offset=0,
             hint="all shards of a model must lie in one folder",
         )
     return paths

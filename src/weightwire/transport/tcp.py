@@ -81,7 +81,10 @@ def connect_tcp(endpoint: str, timeout: float | None) -> TcpStream:
             return TcpStream(_connect_one(address, share), timeout, name)
         except OSError as error:
             failures.append((format_sockaddr(address[4]), error))
-    tried = "; ".join(f"{shown}: {error.strerror or error}" for shown, error in failures)
+    # An address that is given as one is named already.
+    tried = "; ".join(
+        (f"{shown}: " if shown != name else "") + (error.strerror or str(error)) for shown, error in failures
+    )
     elapsed = time.monotonic() - started
     errors = [error.errno for _, error in failures]
     if all(code == errno.ETIMEDOUT for code in errors):

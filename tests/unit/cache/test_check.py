@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -123,9 +124,12 @@ def test_one_that_nobody_may_read(bad: Any, directory: Path) -> None:
     assert len(list_quarantine(directory)) == (bad == "quarantine")
 
 
-@pytest.mark.parametrize(("number", "said"), [(errno.EACCES, "another user's"), (errno.EMFILE, "may be sound")])
+@pytest.mark.parametrize("bad", ["keep", "quarantine", "remove"])
+@pytest.mark.parametrize(
+    ("number", "said"), [(errno.EACCES, "another user's"), (errno.EMFILE, "Too many"), (errno.ENFILE, "Too many")]
+)
 def test_one_that_others_may_be_able_to_read_is_left_and_said(
-    number: int, said: str, directory: Path, monkeypatch: pytest.MonkeyPatch
+    number: int, said: str, bad: Any, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(entry: object) -> int:
         raise OSError(number, os.strerror(number))
@@ -133,10 +137,68 @@ def test_one_that_others_may_be_able_to_read_is_left_and_said(
     before = sorted(os.listdir(directory))
     monkeypatch.setattr(check, "_open", refuse)
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-    report = verify_cache(directory, bad="remove", index=False)
-    assert len(report.bad) == len(before)
-    assert all(each.action == "none" and said in each.reason for each in report.bad)
+    report = verify_cache(directory, bad=bad, index=False)
+    assert [each.name for each in report.unchecked] == before
+    assert all(each.errno == number and said in each.reason for each in report.unchecked)
+    assert (report.bad, report.changing, report.entries, report.bytes) == ((), (), 0, 0)
     assert sorted(os.listdir(directory)) == before
+
+
+@pytest.mark.parametrize("bad", ["keep", "remove"])
+def test_one_that_cannot_be_opened_for_another_reason_is_bad(
+    bad: Any, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(entry: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    before = sorted(os.listdir(directory))
+    monkeypatch.setattr(check, "_open", refuse)
+    report = verify_cache(directory, bad=bad, index=False)
+    assert [(each.name, each.kind, each.action) for each in report.bad] == [
+        (name, "unreadable", "none") for name in before
+    ]
+    assert report.unchecked == ()
+    assert sorted(os.listdir(directory)) == before
+
+
+@pytest.mark.parametrize("threads", [0, 4])
+def test_where_too_many_files_are_open_fewer_are_tried(
+    threads: int, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, refused, again = check._open, set[str](), list[int]()
+
+    def crowded(entry: Any) -> int:
+        if entry.path.name not in refused:
+            refused.add(entry.path.name)
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        again.append(threading.get_ident())
+        return real(entry)
+
+    monkeypatch.setattr(check, "_open", crowded)
+    flip(directory / FIRST)
+    told: list[tuple[str, int, int]] = []
+    report = verify_cache(directory, threads=threads, index=False, progress=lambda *facts: told.append(facts))
+    assert (report.entries, report.unchecked, [each.name for each in report.bad]) == (4, (), [FIRST])
+    assert again == [threading.get_ident()] * 4
+    assert [facts[1] for facts in told][-1] == told[-1][2] == sum(map(len, DATA.values()))
+    assert len(told) == 4
+
+
+def test_where_too_many_files_are_open_to_move_one_it_is_tried_again(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = check.move_aside, list[Path]()
+
+    def crowded(path: Path, is_it: Any) -> Any:
+        calls.append(path)
+        if len(calls) == 1:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return real(path, is_it)
+
+    monkeypatch.setattr(check, "move_aside", crowded)
+    flip(directory / FIRST)
+    (found,) = verify_cache(directory, bad="quarantine", index=False).bad
+    assert (found.action, len(calls)) == ("quarantined", 2)
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), os.mkdir])
@@ -279,15 +341,18 @@ def test_what_cannot_be_meant(directory: Path, tmp_path: Path) -> None:
         verify_cache(directory, bad="burn")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="threads"):
         verify_cache(directory, threads=-1)
+    with pytest.raises(ConfigError, match="progress"):
+        verify_cache(directory, progress=5)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="does not exist"):
         verify_cache(tmp_path / "none")
 
 
-def test_an_interrupt_ends_it(directory: Path, no_leaks: object) -> None:
+@pytest.mark.parametrize("raised", [KeyboardInterrupt, StopIteration])
+def test_an_interrupt_ends_it(raised: type[BaseException], directory: Path, no_leaks: object) -> None:
     def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
+        raise raised
 
     for threads in (0, 2):
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(raised):
             verify_cache(directory, threads=threads, index=False, progress=interrupt)
     assert files_in(directory) == entries_of(*DATA.values())

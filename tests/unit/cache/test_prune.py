@@ -172,7 +172,10 @@ def test_beside_a_running_server(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"max_bytes": -1}, {"max_age": -0.5}, {"max_age": float("nan")}, {"max_bytes": "5"}, {"max_bytes": True}],
+    [
+        *({}, {"max_bytes": -1}, {"max_age": -0.5}, {"max_age": float("nan")}, {"max_bytes": "5"}, {"max_bytes": True}),
+        *({"quarantine": "no"}, {"max_bytes": 0, "quarantine": None}, {"max_bytes": 0, "dry_run": 5}),
+    ],
 )
 def test_what_cannot_be_meant(options: dict[str, Any], directory: Path) -> None:
     with pytest.raises(ConfigError):

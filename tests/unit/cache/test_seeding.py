@@ -123,6 +123,13 @@ def test_a_progress_that_cannot_be_called(progress: Any, model: Path, directory:
     assert not directory.exists()
 
 
+@pytest.mark.parametrize("verify", ["no", None, 1])
+def test_a_flag_that_is_none(verify: Any, model: Path, directory: Path) -> None:
+    with pytest.raises(ConfigError, match=f"verify: {verify!r} is neither True nor False"):
+        seed(model, directory, verify=verify, index=False)
+    assert not directory.exists()
+
+
 @pytest.mark.parametrize("name", ["a\0b", "\ud800", " "])
 def test_a_directory_that_no_file_could_be_called(name: str, model: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be the name"):
@@ -281,37 +288,6 @@ def test_a_file_where_the_directory_should_be(model: Path, directory: Path) -> N
             seed(model, place, index=False)
 
 
-FULL = """
-import resource, sys
-from weightwire.cache import seed, seeding
-from weightwire.errors import CacheError
-seeding.CACHE_THRESHOLD = 1000
-resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-try:
-    seed(sys.argv[1], sys.argv[2], threads=int(sys.argv[3]), index=False)
-except CacheError as error:
-    print(error)
-"""
-
-
-@pytest.mark.parametrize("threads", ["0", "2"])
-def test_a_full_disk_ends_it_and_leaves_whole_entries(
-    threads: str, model: Path, directory: Path, tensors: dict[str, bytes]
-) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", FULL, str(model), str(directory), threads], capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
-    assert "'t6'" in done.stdout
-    assert "File too large" in done.stdout
-    assert "entries were stored" in done.stdout
-    left = files_in(directory)
-    assert left.items() <= expected(tensors).items()
-    assert name_of(tensors["t6"]) not in left
-    if threads == "0":
-        assert len(left) == 4
-
-
 def test_an_index_that_is_wrong_about_the_model_makes_no_wrong_entry(
     model: Path, directory: Path, tensors: dict[str, bytes], index: HashIndex, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -334,7 +310,7 @@ def test_an_index_that_is_wrong_about_the_model_makes_no_wrong_entry(
 
 
 @pytest.mark.parametrize("threads", [0, 2])
-@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, StopIteration])
 def test_what_the_caller_raises_ends_it_and_leaves_no_part_of_a_file(
     threads: int, error: type[BaseException], tmp_path: Path, directory: Path, no_leaks: object
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import stat
@@ -17,9 +18,10 @@ from weightwire.cache import store
 from weightwire.cache.directory import default_directory, entry_name
 from weightwire.cache.quarantine import FOLDER, list_quarantine
 from weightwire.cache.store import TensorCache
-from weightwire.errors import ConfigError
+from weightwire.errors import CacheDirectoryError, ConfigError
 from weightwire.hashing import fnv1a64
 from weightwire.ranges import FileRange
+from weightwire.server import Server
 
 DATA = bytes(range(256)) * 50
 HASH = fnv1a64(DATA)
@@ -83,6 +85,9 @@ def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(ConfigError, match=str(path)):
             TensorCache(path)
+    with pytest.raises(CacheDirectoryError, match="is not a directory") as caught:
+        Server(port=0, cache=tmp_path / "file" / "below").start()
+    assert (caught.value.errno, caught.value.path) == (errno.ENOTDIR, str(tmp_path / "file" / "below"))
 
 
 def test_what_is_saved_is_found(cache: TensorCache) -> None:

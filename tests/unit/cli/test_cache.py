@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
+import subprocess
+import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.cachedir import contents, files_in, name_of
 
+from weightwire.cache import check
 from weightwire.cli.cache import parse_age
 
 DATA = list(contents(1000, 2000, 3000).values())
@@ -111,6 +116,7 @@ def test_the_object_of_verify(invoke, directory: Path) -> None:
         "digests": 0,
         "changing": [],
         "others": [],
+        "unchecked": [],
     }
     assert sorted(files_in(directory)) == sorted([NAMES[0], NAMES[2]])
 
@@ -168,6 +174,86 @@ def test_stat(invoke, directory: Path) -> None:
     assert report["oldest"] < report["newest"]
     assert report["free_bytes"] > 0
     assert invoke("cache", "stat", *at(directory / ".."), "--json").json["oldest"] is None
+
+
+@pytest.mark.parametrize(
+    ("number", "hint"),
+    [(errno.EACCES, "as the user"), (errno.EPERM, "as the user"), (errno.EROFS, "mounted read-only")],
+)
+def test_what_the_system_does_not_let_go(
+    number: int, hint: str, invoke, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    (directory / NAMES[0]).write_bytes(b"bad")
+    monkeypatch.setattr(os, "unlink", refuse)
+    monkeypatch.setattr(os, "rename", refuse)
+    said = os.strerror(number)
+    invoke("cache", "prune", *at(directory), "--max-size", "0").failed(1, "3 entries cannot be removed", said, hint)
+    for option in ("--remove", "--quarantine"):
+        ran = invoke("cache", "verify", *at(directory), option).failed(4, "1 bad entry", hint)
+        assert said in ran.out
+
+
+def test_something_else_in_the_place_of_the_quarantine(invoke, directory: Path) -> None:
+    (directory / NAMES[0]).write_bytes(b"bad")
+    (directory / ".weightwire-quarantine").write_bytes(b"")
+    ran = invoke("cache", "verify", *at(directory), "--quarantine").failed(4, "remove what is called")
+    assert ".weightwire-quarantine is not a directory; failed" in ran.out
+
+
+#: Runs the verb with descriptors below ``argv[1]`` only.
+WITH_FEW_FILES = """
+import resource, sys
+from weightwire.cli import root
+from weightwire.cache import verify_cache
+resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]), 4096))
+sys.argv[1:] = sys.argv[2:]
+sys.exit(root.root())
+"""
+
+
+def test_verify_with_few_open_files_checks_all_the_same(directory: Path) -> None:
+    for number in range(12):  # large, so that several are open at once
+        data = number.to_bytes(4, "little") * (2 << 20)
+        (directory / name_of(data)).write_bytes(data)
+    words = [sys.executable, "-c", WITH_FEW_FILES, "4", "cache", "verify", *at(directory), "--threads", "8"]
+    ran = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert "15 entries" in ran.stdout
+    assert "0 bad;" in ran.stdout
+
+
+@pytest.mark.parametrize(
+    ("number", "hint"),
+    [(errno.EACCES, "the user that the server runs as"), (errno.EMFILE, "ulimit -n"), (errno.ENFILE, "later")],
+)
+def test_verify_says_what_it_could_not_check(
+    number: int, hint: str, invoke, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is known of these: they are not bad, and removing them is no cure."""
+    real = check._open
+
+    def refuse(entry: Any) -> int:
+        if entry.path.name == NAMES[1]:
+            raise OSError(number, os.strerror(number))
+        return real(entry)
+
+    monkeypatch.setattr(check, "_open", refuse)
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    for option in ((), ("--remove",), ("--quarantine",)):
+        ran = invoke("cache", "verify", *at(directory), *option).failed(3, "1 entry not checked in", hint)
+        assert f"{NAMES[1]}: not checked: it cannot be opened" in ran.out
+        assert "2 entries, 3.9 KiB, 0 bad, 1 not checked" in ran.out
+        assert "quarantine" not in ran.err
+    ran = invoke("cache", "verify", *at(directory), "--json")
+    assert (ran.code, ran.json["bad"]) == (3, [])
+    (left,) = ran.json["unchecked"]
+    assert left["name"] == NAMES[1]
+    assert os.strerror(number) in left["reason"]
+    (directory / NAMES[0]).write_bytes(b"bad")
+    invoke("cache", "verify", *at(directory)).failed(4, "1 bad entry, 1 entry not checked in", "--quarantine", hint)
 
 
 @pytest.mark.parametrize("verb", [["list"], ["verify"], ["prune", "--max-size", "1"], ["stat"]])

@@ -43,6 +43,21 @@ def test_without_a_verb_it_helps_and_fails(invoke) -> None:
     assert ran.code == 2
     assert ran.out == ""
     assert all(verb in ran.err for verb in VERBS)
+    ran.failed(2, "a verb is missing", "weightwire VERB --help")
+    ran = invoke("cache").failed(2, "a verb is missing", "weightwire cache VERB --help")
+    assert all(verb in ran.err for verb in ("list", "verify", "prune", "stat"))
+    assert ran.out == ""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("seed", "m", "--threads"), ("push", "m", "h:1", "--threads"), ("serve", "--port"), ("serve", "--metrics-port"),
+     ("bench", "h:1", "--rounds"), ("cache", "verify", "--threads")],
+)  # fmt: skip
+def test_what_is_no_whole_number(invoke, words: tuple[str, ...]) -> None:
+    for text in ("1e3", "", "four", "1.5"):
+        invoke(*words, text).failed(2, words[-1], f"{text!r} is not a whole number")
+    invoke(*words, "99999").failed(2, words[-1], "99999 is not in the range")
 
 
 def every_verb() -> Iterator[click.Command]:
@@ -78,6 +93,7 @@ CASES = [
     (errors.VersionError("x", ours="1.0 to 8.0", theirs="99.0"), 1, ("ours", "theirs")),
     (errors.CacheError("x", path="/cache", errno=errno.ENOSPC), 1, ("path", "errno")),
     (errors.CacheError("x", path="/cache", errno=errno.EROFS), 3, ("path", "errno")),
+    (errors.CacheDirectoryError("x", path="/cache", errno=errno.ENOSPC), 3, ("path", "errno")),
     (errors.CacheUnavailable("x", endpoint="h:1"), 3, ("endpoint",)),
     (errors.IntegrityError("x", name="t", expected="00", actual="01"), 4, ("name", "expected", "actual")),
     (errors.AllocationError("x", nbytes=5), 1, ("nbytes",)),

@@ -5,15 +5,21 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
+import weightwire
 from weightwire.cli import output
 
 
 def test_bytes_for_people() -> None:
     assert output.human_bytes(0) == "0 bytes"
+    assert output.human_bytes(1) == "1 byte"
     assert output.human_bytes(1023) == "1023 bytes"
     assert output.human_bytes(1024) == "1.0 KiB"
     assert output.human_bytes((1 << 30) - 1) == "1.0 GiB"
@@ -68,3 +74,27 @@ def test_a_stderr_that_is_gone_stops_nothing(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(raw, write_through=True))
         output.note("nobody reads this")
         monkeypatch.undo()
+
+
+def test_one_is_not_many(invoke, tmp_path: Path) -> None:
+    model = tmp_path / "model.safetensors"
+    save_file({"w": np.zeros((10 << 20) + 1, np.uint8)}, model)
+    with weightwire.Server(port=0, cache=tmp_path / "cache") as server:
+        endpoint = server.endpoints[0]
+        said = [
+            invoke(*words, WEIGHTWIRE_INDEX="off").out
+            for words in (
+                ("info", str(model)),
+                ("push", str(model), endpoint),
+                ("warm", str(model), endpoint),
+                ("bench", endpoint, "--size", "1MiB", "--rounds", "1"),
+            )
+        ]
+        invoke("bench", endpoint, "--size", "1").failed(2, "1 byte is too few")
+    for text, words in zip(
+        said,
+        (("1 file", "1 tensor,"), ("pushed 1 tensor,", "0 hits, 1 miss"), ("1 tensor of", "is in"), ("1 round,",)),
+        strict=True,
+    ):
+        assert all(word in text for word in words), text
+        assert not re.search(r"\b1 (tensors|misses|hits|files|bytes|rounds|entries|were)\b", text)

@@ -117,7 +117,7 @@ def test_the_cache_is_asked_when_the_server_has_one(invoke, tmp_path: Path, larg
     assert (cold["hits"], cold["misses"], cold["sent"]) == (0, 1, cold["bytes"])
     assert (warm["hits"], warm["misses"], warm["sent"]) == (1, 0, 400)
     assert (never["hits"], never["misses"], never["sent"]) == (0, 0, never["bytes"])
-    assert "1 hits, 0 misses" in text
+    assert "1 hit, 0 misses" in text
 
 
 def test_the_environment_sets_what_options_do_not(invoke, tmp_path: Path, large_arrays: Path) -> None:
@@ -230,6 +230,7 @@ def test_a_malformed_model_is_usage_and_names_the_file(invoke, server, tmp_path:
 
 def test_nobody_listens(invoke, nowhere: str, small_gguf: Path) -> None:
     ran = invoke("push", str(small_gguf), nowhere, "--json").failed(1, nowhere)
+    assert ran.json["error"]["detail"].count(nowhere) == 1
     assert ran.json["error"]["exit_code"] == 1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -200,6 +201,49 @@ def test_a_directory_that_may_not_be_written(invoke, model: Path, tmp_path: Path
             subprocess.run(["umount", tmp_path / "c"], check=True)
         below.failed(3, "Read-only", "may write to")
     ran.failed(3, str(tmp_path / "c"), "may write to")
+
+
+@pytest.mark.parametrize("verb", ["seed", "serve"])
+def test_a_cache_directory_that_cannot_be_made(
+    verb: str, invoke, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("seed", str(model)) if verb == "seed" else ("serve", "--port", "0")
+    dangling, circle = tmp_path / "dangling", tmp_path / "circle"
+    dangling.symlink_to("nowhere")
+    circle.symlink_to("circle")
+    for path, said in (
+        (model, "is not a directory"),
+        ("/dev/null", "is not a directory"),
+        (dangling, "link to nowhere"),
+        (circle, "link to circle"),
+    ):
+        ran = invoke(*words, "--cache", str(path)).failed(2, str(path), said, "name a directory")
+        assert "may write to" not in ran.err
+    for path, said, hint in (
+        (model / "sub", f"{model} is not a directory", "through none but such"),
+        (dangling / "sub", f"{dangling} is not a directory", "through none but such"),
+        ("/proc/weightwire", "No such file", "another place"),
+        ("x" * 300, "too long", "shorter"),
+        (circle / "sub", "symbolic links", "circle"),
+    ):
+        ran = invoke(*words, "--cache", str(path)).failed(3, "cannot create cache directory", said, hint)
+        assert "may write to" not in ran.err
+        assert "File exists" not in ran.err
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    invoke(*words, "--cache", "relative").failed(3, "No such file", "absolute")
+    monkeypatch.chdir(tmp_path)
+    for number, hint in ((errno.ENOSPC, "make room"), (errno.EROFS, "may write to"), (errno.EACCES, "may write to")):
+
+        def refuse(*_: object, number: int = number) -> None:
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr(os, "mkdir", refuse)
+        ran = invoke(*words, "--cache", "made", "--json").failed(3, os.strerror(number), hint)
+        assert ran.json["error"]["type"] == "CacheDirectoryError"
+        assert ran.json["error"]["errno"] == number
 
 
 @pytest.fixture

@@ -34,6 +34,13 @@ def refused(path: Path | str | bytes) -> ModelError:
     return caught.value
 
 
+@pytest.mark.parametrize("path", ["", b""])
+def test_an_empty_path(path: str | bytes) -> None:
+    error = refused(path)
+    assert "'' cannot be opened" in error.detail
+    assert error.hint
+
+
 def test_paths_of_every_kind(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(GGUF)

@@ -233,7 +233,8 @@ def test_shards_without_an_index_open_the_whole_model(indexed: Path) -> None:
     (indexed / "model-00001-of-00002.safetensors").unlink()
     error = refused(indexed / "model-00002-of-00002.safetensors")
     assert error.path == str(indexed / "model-00001-of-00002.safetensors")
-    assert error.offset == 0
+    assert error.offset is None
+    assert "at byte" not in error.detail
 
 
 def test_a_name_in_two_shards_without_an_index(indexed: Path) -> None:
@@ -249,12 +250,23 @@ def test_the_index_decides_what_belongs(indexed: Path, caplog: pytest.LogCapture
     assert "1 tensors that the index does not list" in caplog.text
 
 
+def test_words_that_fit_whoever_has_the_file(tmp_path: Path, indexed: Path) -> None:
+    error = refused_content(tmp_path, file_of(b'{"a": ' + b"9" * 5000 + b"}"))
+    assert "thousands of digits" in error.detail
+    assert "sys." not in str(error)
+    assert "fetch it again" in error.hint
+    for content, said in ((b"x", "the index is not JSON"), (b"[]", "the index is not a JSON object")):
+        (indexed / "model.safetensors.index.json").write_bytes(content)
+        assert said in refused(indexed).detail
+
+
 def test_a_missing_file_of_the_index(indexed: Path) -> None:
     (indexed / "model-00002-of-00002.safetensors").unlink()
     error = refused(indexed)
     assert error.path == str(indexed / "model-00002-of-00002.safetensors")
     assert "1 of 2 files" in error.detail
-    assert error.offset == 0
+    assert error.offset is None
+    assert "at byte" not in error.detail
 
 
 def test_a_listed_tensor_that_is_not_there(indexed: Path) -> None:

@@ -120,7 +120,8 @@ def test_a_missing_shard_is_named(shards: list[Path]) -> None:
     error = refused(shards[2])
     assert error.path == str(shards[1])
     assert "1 of 3 shards missing" in error.detail
-    assert error.offset == 0
+    assert error.offset is None
+    assert "at byte" not in error.detail
     assert error.hint
     # The folder is no way around it.
     assert refused(shards[0].parent).path == str(shards[1])
