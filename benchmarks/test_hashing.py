@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +16,8 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from weightwire import cpu_features, fnv1a64, fnv1a64_many
 from weightwire._native import _fnv1a
 from weightwire.client.hashpool import HashPool
-from weightwire.hashing import hash_payload, hash_payloads
+from weightwire.hashing import FNV_OFFSET, hash_payload, hash_payloads
+from weightwire.index import hash_with_digest
 from weightwire.ranges import FileRange
 
 ROUNDS = 9
@@ -142,6 +144,33 @@ def test_file_ranges(benchmark: BenchmarkFixture, tmp_path: Path, count: int) ->
                 ways.append((f"{name}, memory", name, lambda: hash_payload(data)))
             ways.append((f"{name}, file", name, lambda: hash_payloads(ranges)))
         compare(benchmark, data.nbytes, ways, "plain, memory")
+
+
+@pytest.mark.bench
+def test_both_hashes(benchmark: BenchmarkFixture, tmp_path: Path) -> None:
+    """A file in the page cache, hashed for the index: FNV-1a with BLAKE3, beside FNV-1a alone and with SHA-256."""
+    data = noise(64 * MIB)
+    path = tmp_path / "blob"
+    data.tofile(path)
+    with path.open("rb") as file:
+        whole = FileRange(file.fileno(), 0, data.nbytes, str(path))
+        window = memoryview(bytearray(512 << 10))
+
+        def with_sha256() -> bytes:
+            value, strong = FNV_OFFSET, hashlib.sha256()
+            for at in range(0, data.nbytes, window.nbytes):
+                os.preadv(file.fileno(), [window], at)
+                value = fnv1a64(window, value)
+                strong.update(window)
+            return strong.digest()
+
+        best = cpu_features().single
+        ways: list[tuple[str, str, Callable[[], object]]] = [
+            ("with BLAKE3", best, lambda: hash_with_digest(whole)),
+            ("alone", best, lambda: hash_payloads([whole])),
+            ("with SHA-256", best, with_sha256),
+        ]
+        compare(benchmark, data.nbytes, ways, "alone", "with BLAKE3")
 
 
 @pytest.mark.bench

@@ -64,7 +64,7 @@ def push_options(state: State, index: Path) -> dict[str, object]:
     """How weightwire's client pushes in a state, with its index in a folder of its own."""
     if state is State.NONE:
         return {"cache": "never"}
-    return {"cache": "auto", "index": False if state is State.WARM else str(index / "index.sqlite3")}
+    return {"cache": "auto", "index": str(index / "index.sqlite3")}
 
 
 @pytest.mark.bench

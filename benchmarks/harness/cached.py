@@ -23,7 +23,7 @@ class State(Enum):
     COLD = "cold"
     """Neither has anything; the client fills the index, as it does unless it is told otherwise."""
     WARM = "warm"
-    """The cache has it all; no index is used."""
+    """The cache has it all; the client fills the index, as it does with a file that it has not seen before."""
     INDEX = "warm, index"
     """Both have it all."""
 
@@ -63,6 +63,8 @@ class CachedPeer:
         elif self._state.warm:
             if any(entries(directory) != expected for directory, expected in self._caches.items()):
                 self._fill()
+            if self._state is State.WARM and self._index is not None:
+                empty(self._index)
             self._before = self._written()
 
     def round(self) -> float:

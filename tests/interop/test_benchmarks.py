@@ -192,7 +192,7 @@ def test_with_a_cache(
     expected = full_cache(model)
     index = tmp_path / "index"
     index.mkdir()
-    used = False if state is State.WARM else str(index / "index.sqlite3")
+    used = str(index / "index.sqlite3")
     ours, stock = pairs(stack, stock_lib, model, network, tmp_path, used)
     for pair, name in ((ours, "weightwire"), (stock, "stock")):
         peer = CachedPeer(pair, {tmp_path / name: expected}, state, index if pair is ours else None)

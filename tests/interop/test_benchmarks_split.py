@@ -127,7 +127,7 @@ def test_with_caches(
     index = tmp_path / "index"
     for directory in (index, *caches["weightwire"], *caches["stock"]):
         directory.mkdir()
-    used = False if state is State.WARM else str(index / "index.sqlite3")
+    used = str(index / "index.sqlite3")
     options = {"cache": "auto", "index": used}
     ours = FanOutPeer(model, shares, networks=networks, caches=caches["weightwire"], options=options)
     stack.callback(ours.close)
