@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 _APPLICATION: Final = 0x77777869
 """SQLite's application_id of an index: "wwxi"."""
 
-_VERSION: Final = 2
+_VERSION: Final = 3
 _MAGIC: Final = b"SQLite format 3\0"
 _POLL: Final = 0.1
 """Seconds that SQLite waits for a lock by itself; longer waits are ours, where Ctrl-C is heard."""
@@ -35,7 +35,7 @@ _PATIENCE = 1.0
 _SCHEMA: Final = (
     "CREATE TABLE files (id INTEGER PRIMARY KEY, device INTEGER NOT NULL, inode INTEGER NOT NULL,"
     " size INTEGER NOT NULL, mtime_ns INTEGER NOT NULL, ctime_ns INTEGER NOT NULL, path BLOB NOT NULL,"
-    " seen INTEGER NOT NULL, UNIQUE (device, inode))",
+    " seen INTEGER NOT NULL, seal BLOB NOT NULL, UNIQUE (device, inode))",
     "CREATE INDEX files_by_path ON files (path)",
     "CREATE TABLE hashes (file INTEGER NOT NULL, offset INTEGER NOT NULL, nbytes INTEGER NOT NULL,"
     " fnv1a INTEGER NOT NULL, blake3 BLOB NOT NULL, tensor BLOB NOT NULL, seal BLOB NOT NULL,"
@@ -69,13 +69,19 @@ def connect(path: Path) -> sqlite3.Connection:
     connection = sqlite3.connect(path, timeout=_POLL, isolation_level=None, check_same_thread=False)
     try:
         # Nothing waits for the disk: after a power cut the file may be damaged or old, which costs hashing again. Rows
-        # are sealed, so that none of them can be wrong.
+        # are sealed: one that is not what was written is not known.
         connection.execute("PRAGMA synchronous = OFF")
+        # No column of ours is text. What damage made text of may be no UTF-8, which would be an error for one row.
+        connection.text_factory = _no_text
         _check(connection)
     except BaseException:
         connection.close()
         raise
     return connection
+
+
+def _no_text(data: bytes) -> None:
+    """What stands for a text."""
 
 
 def _check(connection: sqlite3.Connection) -> None:

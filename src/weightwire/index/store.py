@@ -8,7 +8,7 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
@@ -124,7 +124,7 @@ class HashIndex:
         """What is known of each range, in order: None for one that is not known, or whose file has changed since, or
         could have without its times telling (not ``dated``, or mapped to be written to by this process).
 
-        Costs one fstat(2) and one query for each file, and a look at this process's mappings.
+        Costs one fstat(2) and two queries for each file, and a look at this process's mappings.
         """
         if not self._usable():
             return [None] * len(ranges)
@@ -310,19 +310,36 @@ def _key(identity: FileIdentity) -> tuple[int, ...]:
     return tuple(_signed(value) for value in identity[:5])
 
 
-def _seal(key: Sequence[int], offset: int, nbytes: int, fnv1a: int, digest: bytes) -> bytes:
-    """A checksum over a row and the file it belongs to: SQLite would not notice a flipped bit, and a wrong hash would
+def _seal(numbers: Sequence[int], *data: bytes) -> bytes:
+    """A checksum over what a row says, and of which file: SQLite would not notice a flipped bit, and a wrong hash would
     have a server take other bytes for the tensor's.
     """
-    return blake3(struct.pack("<8q", *key, offset, nbytes, fnv1a) + digest).digest(length=8)
+    head = struct.pack(f"<{len(numbers) + len(data) + 1}q", len(numbers), *numbers, *map(len, data))
+    return blake3(head + b"".join(data)).digest(length=8)
 
 
-def _sealed(key: Sequence[int], offset: int, nbytes: int, fnv1a: int, digest: bytes, seal: object) -> bool:
+def _sealed(seal: object, numbers: Sequence[int], *data: bytes) -> bool:
     """Whether a row is what was written, down to the types of its columns."""
     try:
-        return len(digest) == DIGEST_BYTES and seal == _seal(key, offset, nbytes, fnv1a, digest)
+        return seal == _seal(numbers, *data)
     except (struct.error, TypeError):
         return False
+
+
+def _row(key: Sequence[int], each: FileRange, tensor: str, hashes: Hashes) -> tuple[int | bytes, ...]:
+    """The columns of a range of the file ``key``, but for the file's id: the seal binds it to the file's identity."""
+    numbers = (each.offset, each.nbytes, _signed(hashes.fnv1a))
+    data = (hashes.blake3, tensor.encode("utf-8", "surrogatepass"))
+    return (*numbers, *data, _seal((*key, *numbers), *data))
+
+
+def _rows_of(connection: sqlite3.Connection, file: int, key: Sequence[int]) -> Iterator[tuple[int, int, bytes, Hashes]]:
+    """Offset, size, tensor and hashes of the sound rows of a file, by their offsets."""
+    for offset, nbytes, fnv1a, digest, tensor, seal in connection.execute(
+        "SELECT offset, nbytes, fnv1a, blake3, tensor, seal FROM hashes WHERE file = ? ORDER BY offset, nbytes", (file,)
+    ):
+        if _sealed(seal, (*key, offset, nbytes, fnv1a), digest, tensor):
+            yield offset, nbytes, tensor, Hashes(fnv1a & (1 << 64) - 1, digest)
 
 
 def _rows(
@@ -334,15 +351,17 @@ def _rows(
     now = int(time.time())
     for fd, identity in identities.items():
         key = _key(identity)
-        for file, seen, offset, nbytes, fnv1a, digest, seal in connection.execute(
-            "SELECT id, seen, offset, nbytes, fnv1a, blake3, seal FROM files JOIN hashes ON file = id"
+        for file, path, seal, seen in connection.execute(
+            "SELECT id, path, seal, seen FROM files"
             " WHERE device = ? AND inode = ? AND size = ? AND mtime_ns = ? AND ctime_ns = ?",
             key,
         ):
-            if abs(now - seen) > _DAY:
+            if not _sealed(seal, (file, *key), path):
+                continue  # `owners` could not name it: hashed once more, it is recorded anew
+            if not isinstance(seen, int) or abs(now - seen) > _DAY:
                 old.add(file)
-            if _sealed(key, offset, nbytes, fnv1a, digest, seal):
-                rows[fd, offset, nbytes] = Hashes(fnv1a & (1 << 64) - 1, digest)
+            for offset, nbytes, _, hashes in _rows_of(connection, file, key):
+                rows[fd, offset, nbytes] = hashes
     return rows, sorted(old)
 
 
@@ -368,31 +387,28 @@ def _store(
 ) -> int:
     key = _key(identity)
     path = os.fsencode(os.path.abspath(entries[0][0].path)) if entries[0][0].path else b""
-    found = connection.execute(
-        "SELECT id, size, mtime_ns, ctime_ns FROM files WHERE device = ? AND inode = ?", key[:2]
-    ).fetchone()
-    if found is not None and found[1:] != key[2:]:
-        _drop(connection, [found[0]])
-        found = None
-    replaced = connection.execute(
-        "SELECT id FROM files WHERE path = ? AND path != x'' AND id IS NOT ?", (path, found and found[0])
-    ).fetchall()
-    _drop(connection, [row[0] for row in replaced])
-    if found is None:
-        cursor = connection.execute(
-            "INSERT INTO files (device, inode, size, mtime_ns, ctime_ns, path, seen) VALUES (?, ?, ?, ?, ?, ?, ?)",
-            (*key, path, now),
-        )
-        file = cursor.lastrowid
-    else:
-        file = found[0]
-        connection.execute("UPDATE files SET path = ?, seen = ? WHERE id = ?", (path, now, file))
-    rows = []
-    for each, tensor, hashes in entries:
-        fnv1a = _signed(hashes.fnv1a)
-        seal = _seal(key, each.offset, each.nbytes, fnv1a, hashes.blake3)
-        name = tensor.encode("utf-8", "surrogatepass")
-        rows.append((file, each.offset, each.nbytes, fnv1a, hashes.blake3, name, seal))
+    file, others = None, []
+    for found, *times, old_path, seal in connection.execute(
+        "SELECT id, size, mtime_ns, ctime_ns, path, seal FROM files WHERE device = ? AND inode = ?", key[:2]
+    ):
+        if file is None and tuple(times) == key[2:] and _sealed(seal, (found, *key), old_path):
+            file = found
+        else:
+            others.append(found)
+    replaced = connection.execute("SELECT id FROM files WHERE path = ? AND path != x'' AND id IS NOT ?", (path, file))
+    _drop(connection, [*others, *(row[0] for row in replaced.fetchall())])
+    if file is None:
+        file = connection.execute(
+            "INSERT INTO files (device, inode, size, mtime_ns, ctime_ns, path, seen, seal)"
+            " VALUES (?, ?, ?, ?, ?, x'', 0, x'')",
+            key,
+        ).lastrowid
+        assert file is not None
+    # The path may be a new one.
+    connection.execute(
+        "UPDATE files SET path = ?, seen = ?, seal = ? WHERE id = ?", (path, now, _seal((file, *key), path), file)
+    )
+    rows = [(file, *_row(key, *entry)) for entry in entries]
     connection.executemany("INSERT OR REPLACE INTO hashes VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
     return len(rows)
 
@@ -417,20 +433,16 @@ def _bound(connection: sqlite3.Connection, now: int) -> None:
 
 
 def _owners(connection: sqlite3.Connection) -> dict[int, list[Owner]]:
+    files = [
+        (path, file, key)
+        for file, *key, path, seal in connection.execute(
+            "SELECT id, device, inode, size, mtime_ns, ctime_ns, path, seal FROM files"
+        )
+        if _sealed(seal, (file, *key), path)
+    ]
     owners: dict[int, list[Owner]] = {}
-    for path, tensor, *row in connection.execute(
-        "SELECT path, tensor, device, inode, size, mtime_ns, ctime_ns, offset, nbytes, fnv1a, blake3, seal"
-        " FROM files JOIN hashes ON file = id ORDER BY path, offset"
-    ):
-        key, (offset, nbytes, fnv1a, digest, seal) = row[:5], row[5:]
-        if _sealed(key, offset, nbytes, fnv1a, digest, seal):
-            owner = Owner(os.fsdecode(path), _name(tensor), nbytes, digest)
-            owners.setdefault(fnv1a & (1 << 64) - 1, []).append(owner)
+    for path, file, key in sorted(files):
+        for _, nbytes, tensor, hashes in _rows_of(connection, file, key):
+            owner = Owner(os.fsdecode(path), tensor.decode("utf-8", "surrogatepass"), nbytes, hashes.blake3)
+            owners.setdefault(hashes.fnv1a, []).append(owner)
     return owners
-
-
-def _name(tensor: bytes) -> str:
-    try:
-        return tensor.decode("utf-8", "surrogatepass")
-    except UnicodeDecodeError:
-        return tensor.decode("utf-8", "replace")

@@ -157,16 +157,27 @@ def of_another_form(place: Path) -> None:
     raw.close()
 
 
-def test_an_earlier_form_is_begun_anew(place: Path, ranges: list[FileRange], caplog: pytest.LogCaptureFixture) -> None:
-    """It had SHA-256 of some tensors, in a column of that name; nothing else is lost than what is found out again."""
+FORMS = {
+    # SHA-256 of some tensors.
+    1: "CREATE TABLE hashes (file INTEGER, offset INTEGER, fnv1a INTEGER, sha256 BLOB)",
+    # Names that were not sealed.
+    2: "CREATE TABLE hashes (file INTEGER, offset INTEGER, fnv1a INTEGER, blake3 BLOB, seal BLOB)",
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_earlier_form_is_begun_anew(
+    form: int, place: Path, ranges: list[FileRange], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing is lost that is not found out again."""
     place.parent.mkdir()
     with sqlite3.connect(place) as raw:
         raw.execute("CREATE TABLE files (id INTEGER PRIMARY KEY, device INTEGER, path BLOB)")
         raw.execute("CREATE INDEX files_by_path ON files (path)")
-        raw.execute("CREATE TABLE hashes (file INTEGER, offset INTEGER, fnv1a INTEGER, sha256 BLOB)")
-        raw.execute("INSERT INTO hashes VALUES (1, 2, 3, x'00')")
+        raw.execute(FORMS[form])
+        raw.execute("INSERT INTO hashes (file, offset) VALUES (1, 2)")
         raw.execute("PRAGMA application_id = 0x77777869")
-        raw.execute("PRAGMA user_version = 1")
+        raw.execute(f"PRAGMA user_version = {form}")
     raw.close()
     stored, known = use(place, ranges)
     assert (stored, None in known) == (4, False)
