@@ -127,9 +127,11 @@ def is_busy(error: Exception) -> bool:
 
 
 def is_damage(error: Exception) -> bool:
-    """Whether what lies there is no sound database (SQLITE_CORRUPT, SQLITE_NOTADB, tables that are not ours)."""
+    """Whether what lies there is no sound database (SQLITE_CORRUPT, SQLITE_NOTADB), or its tables are not ours: they
+    lack something, have rules that no row of ours breaks (SQLITE_CONSTRAINT), or names that are no text.
+    """
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF
-    return code in (11, 26) or (code == 1 and "no such" in str(error))
+    return code in (11, 19, 26) or (code == 1 and "no such" in str(error)) or isinstance(error, UnicodeDecodeError)
 
 
 def move_aside(path: Path, seen: tuple[int, int] | None) -> bool:

@@ -63,7 +63,21 @@ def tables_gone(place: Path) -> None:
     raw.close()
 
 
-@pytest.mark.parametrize("damage", [garbage, cut, overwritten, tables_gone])
+def schema_unreadable(place: Path) -> None:
+    """What SQLite says of it is no UTF-8 either."""
+    sound = place.read_bytes()
+    assert b"hashes (file" in sound
+    place.write_bytes(sound.replace(b"hashes (file", b"hashes \xccfile"))
+
+
+def other_rules(place: Path) -> None:
+    with sqlite3.connect(place) as raw:
+        raw.execute("DELETE FROM hashes")
+        raw.execute("CREATE TRIGGER never BEFORE INSERT ON hashes BEGIN SELECT RAISE(ABORT, 'no'); END")
+    raw.close()
+
+
+@pytest.mark.parametrize("damage", [garbage, cut, overwritten, tables_gone, schema_unreadable, other_rules])
 def test_a_damaged_index_is_moved_aside_and_begun_anew(
     damage: Callable[[Path], None], place: Path, ranges: list[FileRange], caplog: pytest.LogCaptureFixture
 ) -> None:
