@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
-import logging
 import os
 import stat
 import time
@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Unusable", "connect", "is_busy", "is_damage", "move_aside"]
 
-logger = logging.getLogger(__name__)
-
 _APPLICATION: Final = 0x77777869
 """SQLite's application_id of an index: "wwxi"."""
 
@@ -28,6 +26,9 @@ _POLL: Final = 0.1
 
 _APPLICATION_AT: Final = 68
 """Where a database's head has the application_id, big-endian (SQLite's "Database File Format", section 1.3)."""
+
+_BESIDE: Final = ("-journal", "-wal", "-shm")
+"""What SQLite opens beside a database (SQLite's "Temporary Files Used By SQLite", sections 2.1 to 2.3)."""
 
 _PATIENCE = 1.0
 """Seconds that a process is given to move a damaged index aside."""
@@ -59,14 +60,7 @@ def connect(path: Path) -> sqlite3.Connection:
         import sqlite3
     except ImportError as error:
         raise Unusable("this Python has no sqlite3 module") from error
-    try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with contextlib.suppress(FileNotFoundError):
-            if not stat.S_ISREG(os.stat(path).st_mode):
-                raise Unusable("it is not a regular file")
-    except OSError as error:
-        raise Unusable(error.strerror or str(error)) from error
-    connection = sqlite3.connect(path, timeout=_POLL, isolation_level=None, check_same_thread=False)
+    connection = sqlite3.connect(_place(path), timeout=_POLL, isolation_level=None, check_same_thread=False)
     try:
         # Nothing waits for the disk: after a power cut the file may be damaged or old, which costs hashing again. Rows
         # are sealed: one that is not what was written is not known.
@@ -78,6 +72,34 @@ def connect(path: Path) -> sqlite3.Connection:
         connection.close()
         raise
     return connection
+
+
+def _place(path: Path) -> str:
+    """The file that SQLite is to open. Unusable where it would find anything but files: a FIFO blocks for ever.
+
+    It is absolute, as ":memory:" is the name of a file, too.
+    """
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise Unusable(f"its directory cannot be made: {error.strerror or error}") from error
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            if not stat.S_ISREG(os.stat(path).st_mode):
+                raise Unusable("it is not a regular file")
+        # SQLite's own files lie beside the one that a symbolic link leads to.
+        place = os.path.realpath(path)
+        for name in (*(place + each for each in _BESIDE), _lock_of(path)):
+            with contextlib.suppress(FileNotFoundError):
+                if not stat.S_ISREG(os.lstat(name).st_mode):
+                    raise Unusable(f"{os.path.basename(name)!r} beside it is not a regular file")
+    except OSError as error:
+        raise Unusable(f"it cannot be looked at: {error.strerror or error}") from error
+    return place
+
+
+def _lock_of(path: Path) -> str:
+    return f"{path}.lock"
 
 
 def _no_text(data: bytes) -> None:
@@ -134,41 +156,52 @@ def is_damage(error: Exception) -> bool:
     return code in (11, 19, 26) or (code == 1 and "no such" in str(error)) or isinstance(error, UnicodeDecodeError)
 
 
-def move_aside(path: Path, seen: tuple[int, int] | None) -> bool:
+def move_aside(path: Path, seen: tuple[int, int] | None) -> None:
     """Rename a damaged index to ``<name>.damaged``, unless another process has done so since ``seen`` was there.
 
-    ``seen`` is its (device, inode). True if the place is free or holds another file now. A file that was never an
-    index, as a mistaken WEIGHTWIRE_INDEX may name, is left where it is, and nothing is made beside it: False.
+    ``seen`` is its (device, inode). Afterwards the place is free or holds another file. Unusable where that cannot be
+    done; a file that was never an index, as a mistaken WEIGHTWIRE_INDEX may name, is left where it is, and nothing is
+    made beside it.
     """
     try:
         if not _was_ours(path):
-            return False
-        with open(path.with_name(path.name + ".lock"), "ab") as lock:
+            raise Unusable("it is no index of hashes")
+        with os.fdopen(_open_file(_lock_of(path), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW), "rb") as lock:
             _take(lock)
             found = os.stat(path)
             if seen is not None and (found.st_dev, found.st_ino) != seen:
-                return True
+                return
             if not _was_ours(path):  # another one may have come while the lock was waited for
-                return False
-            # First the journal: it must never be played back into the index that is begun anew.
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path.with_name(path.name + "-journal"))
-            os.replace(path, path.with_name(path.name + ".damaged"))
-            return True
+                raise Unusable("it is no index of hashes")
+            # First what lies beside it: it must never be played back into the index that is begun anew.
+            for each in _BESIDE:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(f"{path}{each}")
+            os.replace(path, f"{path}.damaged")
     except FileNotFoundError:
-        return True
+        return
+    except BlockingIOError as error:
+        raise Unusable("it is damaged, and another process is taking long to move it aside") from error
     except OSError as error:
-        logger.debug("index %s cannot be moved aside: %s", path, error)
-        return False
+        raise Unusable(f"it is damaged and cannot be moved aside: {error.strerror or error}") from error
 
 
 def _was_ours(path: Path) -> bool:
     """Whether the damaged file at ``path`` is an index by its head, or by its name where it has no database's head."""
-    with open(path, "rb") as file:
+    with os.fdopen(_open_file(path, os.O_RDONLY), "rb") as file:
         start = file.read(_APPLICATION_AT + 4)
     if start.startswith(_MAGIC):
         return start[_APPLICATION_AT:] == _APPLICATION.to_bytes(4, "big")
     return path.suffix == ".sqlite3"
+
+
+def _open_file(path: str | Path, flags: int) -> int:
+    """open(2), for regular files only: OSError for others, which are not waited for."""
+    fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return fd
 
 
 def _take(lock: IO[bytes]) -> None:

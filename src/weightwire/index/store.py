@@ -86,6 +86,9 @@ class HashIndex:
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
         self.path = default_index_path() if path is None else Path(path)
+        if self.path is not None:
+            with contextlib.suppress(OSError):  # where it is to be used, that is found out again, and said
+                self.path = self.path.absolute()
         self._begin()
 
     def _begin(self) -> None:
@@ -225,10 +228,14 @@ class HashIndex:
                         return None
                     if quiet:
                         return None
-                    if database.is_damage(error) and self._mend(error):
-                        continue
-                    self._give_up(f"{what} failed: {error}")
-                    return None
+                    if not database.is_damage(error):
+                        self._give_up(f"{what} failed: {error}")
+                        return None
+                    try:
+                        self._mend(error)
+                    except database.Unusable as why:
+                        self._give_up(f"it cannot be used: {why} ({error})")
+                        return None
 
     def _usable(self) -> bool:
         """Whether there is an index, and it is not at rest. A fork of its process is to find out for itself."""
@@ -244,15 +251,15 @@ class HashIndex:
             self._connection = database.connect(self.path)
         return self._connection
 
-    def _mend(self, error: Exception) -> bool:
-        """Move a damaged file aside, once. Whether a new one can be begun."""
+    def _mend(self, error: Exception) -> None:
+        """Move a damaged file aside, once, so that a new one can be begun. Unusable if it cannot be done."""
         assert self.path is not None
         self.close()
-        if self._mended or not database.move_aside(self.path, self._seen):
-            return False
+        if self._mended:
+            raise database.Unusable("it is damaged again")
+        database.move_aside(self.path, self._seen)
         self._mended = True
         logger.warning("index %s: it is damaged (%s); moved aside and begun anew", self.path, error)
-        return True
 
     def _give_up(self, why: str) -> None:
         self.close()

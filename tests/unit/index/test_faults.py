@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import logging
 import os
 import resource
 import sqlite3
@@ -14,47 +13,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from support.indexing import CONTENT, ranges_of, remember
+from support.indexing import garbage, overwritten, ranges_of, remember, said, use
 
-from weightwire.index import Hashes, HashIndex, database, hash_with_digest, identity_of, store
+from weightwire.index import HashIndex, database, identity_of, store
 from weightwire.ranges import FileRange
 
 Opener = Callable[[Path], int]
 
 
-def use(place: Path, ranges: list[FileRange]) -> tuple[int, list[Hashes | None]]:
-    """Open, look up, record and look up again: how many were stored, and what is known afterwards."""
-    with HashIndex(place) as index:
-        index.find(ranges)
-        identities = {each.fd: identity_of(each.fd) for each in ranges}
-        stored = index.record([(each, "t", hash_with_digest(each)) for each in ranges], identities)
-        index.owners()
-        return stored, index.find(ranges)
-
-
-def said(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-
-
-@pytest.fixture
-def ranges(model: Path, opened: Opener) -> list[FileRange]:
-    return ranges_of(model, opened(model))
-
-
-def garbage(place: Path) -> None:
-    place.write_bytes(os.urandom(20_000))
-
-
 def cut(place: Path) -> None:
     os.truncate(place, place.stat().st_size // 2)
-
-
-def overwritten(place: Path) -> None:
-    with open(place, "r+b") as file:
-        file.seek(24)
-        file.write(b"\xee" * 4)  # as a writer does, so that who has it open reads it again
-        file.seek(100)
-        file.write(b"\xff" * (place.stat().st_size - 100))
 
 
 def tables_gone(place: Path) -> None:
@@ -157,20 +125,6 @@ def test_an_empty_file_is_an_index_to_be(place: Path, ranges: list[FileRange]) -
     assert use(place, ranges)[0] == 4
 
 
-def other_database(place: Path) -> None:
-    with sqlite3.connect(place) as raw:
-        raw.execute("CREATE TABLE mine (a)")
-    raw.close()
-
-
-def of_another_form(place: Path) -> None:
-    with HashIndex(place) as index:
-        index.owners()
-    with sqlite3.connect(place) as raw:
-        raw.execute("PRAGMA user_version = 99")
-    raw.close()
-
-
 FORMS = {
     # SHA-256 of some tensors.
     1: "CREATE TABLE hashes (file INTEGER, offset INTEGER, fnv1a INTEGER, sha256 BLOB)",
@@ -198,61 +152,6 @@ def test_an_earlier_form_is_begun_anew(
     assert use(place, ranges)[1] == known
     assert not caplog.records
     assert [path.name for path in place.parent.iterdir()] == [place.name]
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        other_database,
-        of_another_form,
-        lambda place: place.mkdir(),
-        lambda place: os.mkfifo(place),
-        lambda place: place.symlink_to("/dev/zero"),
-        lambda place: place.symlink_to(place),
-        lambda place: place.symlink_to("/nowhere/at/all"),
-    ],
-    ids=["database", "form", "folder", "fifo", "device", "loop", "dangling"],
-)
-def test_what_is_something_else_is_left_alone(
-    make: Callable[[Path], None], place: Path, ranges: list[FileRange], caplog: pytest.LogCaptureFixture
-) -> None:
-    place.parent.mkdir()
-    make(place)
-    before = os.lstat(place)
-    assert use(place, ranges) == (0, [None] * 4)
-    after = os.lstat(place)
-    assert (after.st_ino, after.st_size, after.st_mtime_ns) == (before.st_ino, before.st_size, before.st_mtime_ns)
-    assert len(said(caplog)) == 1
-
-
-def test_a_file_that_was_named_by_mistake_is_left_alone(
-    model: Path, ranges: list[FileRange], caplog: pytest.LogCaptureFixture
-) -> None:
-    beside = sorted(model.parent.iterdir())
-    assert use(model, ranges) == (0, [None] * 4)
-    assert model.read_bytes() == CONTENT
-    assert sorted(model.parent.iterdir()) == beside
-    assert len(said(caplog)) == 1
-
-
-@pytest.mark.parametrize("name", ["other.db", "other.sqlite3"])
-def test_a_damaged_database_of_something_else_is_left_alone(
-    tmp_path: Path, ranges: list[FileRange], caplog: pytest.LogCaptureFixture, name: str
-) -> None:
-    place = tmp_path / "others" / name
-    place.parent.mkdir()
-    other_database(place)
-    overwritten(place)
-    spoiled = place.read_bytes()
-    assert use(place, ranges) == (0, [None] * 4)
-    assert place.read_bytes() == spoiled
-    assert list(place.parent.iterdir()) == [place]
-    assert len(said(caplog)) == 1
-
-
-def test_a_parent_that_is_a_file(model: Path, ranges: list[FileRange], caplog: pytest.LogCaptureFixture) -> None:
-    assert use(model / "index.sqlite3", ranges) == (0, [None] * 4)
-    assert len(said(caplog)) == 1
 
 
 def test_a_locked_one_is_waited_for_once_and_not_for_long(
