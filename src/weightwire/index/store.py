@@ -89,6 +89,11 @@ class HashIndex:
         if self.path is not None:
             with contextlib.suppress(OSError):  # where it is to be used, that is found out again, and said
                 self.path = self.path.absolute()
+        self._otherwise = (
+            "name another file with WEIGHTWIRE_INDEX, or do without: WEIGHTWIRE_INDEX=off, --no-index of push and warm"
+            if path is None
+            else "give another path, or do without: index=False"
+        )
         self._begin()
 
     def _begin(self) -> None:
@@ -209,8 +214,10 @@ class HashIndex:
         deadline = time.monotonic() + seconds
         with self._lock:
             while True:
+                opened = False
                 try:
                     connection = self._open()
+                    opened = True
                     return _transaction(connection, work) if writes else work(connection)
                 except database.Unusable as error:
                     self._give_up(f"it cannot be used: {error}")
@@ -229,7 +236,8 @@ class HashIndex:
                     if quiet:
                         return None
                     if not database.is_damage(error):
-                        self._give_up(f"{what} failed: {error}")
+                        tried = f"{what} failed" if opened else f"it cannot be {'opened' if self._seen else 'made'}"
+                        self._give_up(f"{tried}: {error}")
                         return None
                     try:
                         self._mend(error)
@@ -264,7 +272,7 @@ class HashIndex:
     def _give_up(self, why: str) -> None:
         self.close()
         self._off = True
-        logger.warning("index %s: %s; hashes are computed instead", self.path, why)
+        logger.warning("index %s: %s; hashes are computed instead (%s)", self.path, why, self._otherwise)
 
 
 _ABANDONED: list[sqlite3.Connection | None] = []

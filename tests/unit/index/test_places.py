@@ -148,6 +148,68 @@ def test_a_program_whose_directory_is_gone(
     assert len(said(caplog)) == 1
 
 
+def no_room(place: Path) -> None:
+    """One in which nothing can be made, not even by root."""
+    place.parent.rmdir()
+    place.parent.symlink_to("/proc/self/fdinfo")
+
+
+def no_parent(place: Path) -> None:
+    place.parent.rmdir()
+    place.parent.symlink_to("/proc/self/status/nothing")
+
+
+@pytest.mark.parametrize(
+    ("make", "said_of_it"),
+    [
+        (no_room, "it cannot be made: unable to open database file"),
+        (no_parent, "it cannot be used: its directory cannot be made: "),
+        (lambda place: place.symlink_to("/nowhere/at/all"), "it cannot be made: unable to open database file"),
+        (lambda place: place.symlink_to(place), "it cannot be used: it cannot be looked at: Too many levels"),
+        (lambda place: place.write_bytes(b"GGUF" * 100), "it cannot be used: it is no index of hashes"),
+        (other_database, "it cannot be used: it is a database of something else"),
+        (of_another_form, "it cannot be used: it has the form 99 of another weightwire"),
+    ],
+    ids=["room", "parent", "dangling", "loop", "model", "database", "form"],
+)
+@pytest.mark.parametrize("given", [True, False], ids=["argument", "variable"])
+def test_what_was_tried_is_said_and_what_to_do(
+    given: bool,
+    make: Callable[[Path], None],
+    said_of_it: str,
+    tmp_path: Path,
+    ranges: list[FileRange],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    place = tmp_path / "cache" / "index"
+    place.parent.mkdir()
+    make(place)
+    monkeypatch.setenv("WEIGHTWIRE_INDEX", str(place))
+    with HashIndex(place if given else None) as index:
+        assert index.find(ranges) == [None] * 4
+    (line,) = said(caplog)
+    assert line.startswith(f"index {place}: {said_of_it}")
+    assert ("WEIGHTWIRE_INDEX" in line, "--no-index" in line, "index=False" in line) == (not given, not given, given)
+
+
+def test_a_full_disk_when_it_is_made(tmp_path: Path, model: Path) -> None:
+    code = """
+import logging, os, resource, sys
+from weightwire.index import HashIndex
+logging.basicConfig(format="%(levelname)s %(message)s")
+resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))
+with HashIndex(sys.argv[1]) as index:
+    assert index.owners() == {}
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "index")], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert "it cannot be made: " in line
+
+
 def test_a_file_that_was_named_by_mistake_is_left_alone(
     model: Path, ranges: list[FileRange], caplog: pytest.LogCaptureFixture
 ) -> None:
