@@ -317,7 +317,10 @@ def _unchanged(fd: int, before: FileIdentity) -> bool:
 
 
 def _signed(value: int) -> int:
-    """A number of 64 bits as SQLite has it, with a sign."""
+    """The lowest 64 bits of a number as SQLite has it, with a sign: times (ns) may have more, after the year 2554. Two
+    of a file are taken for one only if they lie 584 years apart.
+    """
+    value &= (1 << 64) - 1
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
