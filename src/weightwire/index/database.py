@@ -54,7 +54,8 @@ class Unusable(Exception):
 def connect(path: Path) -> sqlite3.Connection:
     """Open the index at ``path``, made if it is missing. In autocommit mode, for any thread that holds a lock.
 
-    Raises Unusable for what is no index, and as sqlite3 does. Locks are waited for no longer than `_POLL`.
+    Raises Unusable for what is no index, or where something other than a file lies where one of its files belongs, and
+    as sqlite3 does. Locks are waited for no longer than `_POLL`.
     """
     try:
         import sqlite3

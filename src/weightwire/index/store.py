@@ -79,9 +79,10 @@ class HashIndex:
 
     ``path`` is its file (None: `default_index_path`, which may say that there is none). Safe to use from several
     threads and processes at once, after a fork too. Nothing that the disk does is raised: what cannot be read is not
-    known, what cannot be written is forgotten, and either is logged once (at WARNING). A damaged file is moved aside to
-    ``<name>.damaged`` and begun anew. Files not seen for 180 days are dropped, and above 250,000 tensors those not seen
-    for longest.
+    known, what cannot be written is forgotten, and either is logged once (at WARNING). So is what is no index, or has
+    anything but files where its journal and lock belong. A damaged file is moved aside to ``<name>.damaged`` and begun
+    anew; rows are sealed, and one that is not what was written is not known. Files not seen for 180 days are dropped,
+    and above 250,000 tensors those not seen for longest.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
