@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
-import logging
 import os
 import stat
 import time
@@ -16,12 +16,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Unusable", "connect", "is_busy", "is_damage", "move_aside"]
 
-logger = logging.getLogger(__name__)
-
 _APPLICATION: Final = 0x77777869
 """SQLite's application_id of an index: "wwxi"."""
 
-_VERSION: Final = 2
+_VERSION: Final = 3
 _MAGIC: Final = b"SQLite format 3\0"
 _POLL: Final = 0.1
 """Seconds that SQLite waits for a lock by itself; longer waits are ours, where Ctrl-C is heard."""
@@ -29,13 +27,16 @@ _POLL: Final = 0.1
 _APPLICATION_AT: Final = 68
 """Where a database's head has the application_id, big-endian (SQLite's "Database File Format", section 1.3)."""
 
+_BESIDE: Final = ("-journal", "-wal", "-shm")
+"""What SQLite opens beside a database (SQLite's "Temporary Files Used By SQLite", sections 2.1 to 2.3)."""
+
 _PATIENCE = 1.0
 """Seconds that a process is given to move a damaged index aside."""
 
 _SCHEMA: Final = (
     "CREATE TABLE files (id INTEGER PRIMARY KEY, device INTEGER NOT NULL, inode INTEGER NOT NULL,"
     " size INTEGER NOT NULL, mtime_ns INTEGER NOT NULL, ctime_ns INTEGER NOT NULL, path BLOB NOT NULL,"
-    " seen INTEGER NOT NULL, UNIQUE (device, inode))",
+    " seen INTEGER NOT NULL, seal BLOB NOT NULL, UNIQUE (device, inode))",
     "CREATE INDEX files_by_path ON files (path)",
     "CREATE TABLE hashes (file INTEGER NOT NULL, offset INTEGER NOT NULL, nbytes INTEGER NOT NULL,"
     " fnv1a INTEGER NOT NULL, blake3 BLOB NOT NULL, tensor BLOB NOT NULL, seal BLOB NOT NULL,"
@@ -53,29 +54,57 @@ class Unusable(Exception):
 def connect(path: Path) -> sqlite3.Connection:
     """Open the index at ``path``, made if it is missing. In autocommit mode, for any thread that holds a lock.
 
-    Raises Unusable for what is no index, and as sqlite3 does. Locks are waited for no longer than `_POLL`.
+    Raises Unusable for what is no index, or where something other than a file lies where one of its files belongs, and
+    as sqlite3 does. Locks are waited for no longer than `_POLL`.
     """
     try:
         import sqlite3
     except ImportError as error:
         raise Unusable("this Python has no sqlite3 module") from error
-    try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with contextlib.suppress(FileNotFoundError):
-            if not stat.S_ISREG(os.stat(path).st_mode):
-                raise Unusable("it is not a regular file")
-    except OSError as error:
-        raise Unusable(error.strerror or str(error)) from error
-    connection = sqlite3.connect(path, timeout=_POLL, isolation_level=None, check_same_thread=False)
+    connection = sqlite3.connect(_place(path), timeout=_POLL, isolation_level=None, check_same_thread=False)
     try:
         # Nothing waits for the disk: after a power cut the file may be damaged or old, which costs hashing again. Rows
-        # are sealed, so that none of them can be wrong.
+        # are sealed: one that is not what was written is not known.
         connection.execute("PRAGMA synchronous = OFF")
+        # No column of ours is text. What damage made text of may be no UTF-8, which would be an error for one row.
+        connection.text_factory = _no_text
         _check(connection)
     except BaseException:
         connection.close()
         raise
     return connection
+
+
+def _place(path: Path) -> str:
+    """The file that SQLite is to open. Unusable where it would find anything but files: a FIFO blocks for ever.
+
+    It is absolute, as ":memory:" is the name of a file, too.
+    """
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise Unusable(f"its directory cannot be made: {error.strerror or error}") from error
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            if not stat.S_ISREG(os.stat(path).st_mode):
+                raise Unusable("it is not a regular file")
+        # SQLite's own files lie beside the one that a symbolic link leads to.
+        place = os.path.realpath(path)
+        for name in (*(place + each for each in _BESIDE), _lock_of(path)):
+            with contextlib.suppress(FileNotFoundError):
+                if not stat.S_ISREG(os.lstat(name).st_mode):
+                    raise Unusable(f"{os.path.basename(name)!r} beside it is not a regular file")
+    except OSError as error:
+        raise Unusable(f"it cannot be looked at: {error.strerror or error}") from error
+    return place
+
+
+def _lock_of(path: Path) -> str:
+    return f"{path}.lock"
+
+
+def _no_text(data: bytes) -> None:
+    """What stands for a text."""
 
 
 def _check(connection: sqlite3.Connection) -> None:
@@ -121,46 +150,59 @@ def is_busy(error: Exception) -> bool:
 
 
 def is_damage(error: Exception) -> bool:
-    """Whether what lies there is no sound database (SQLITE_CORRUPT, SQLITE_NOTADB, tables that are not ours)."""
+    """Whether what lies there is no sound database (SQLITE_CORRUPT, SQLITE_NOTADB), or its tables are not ours: they
+    lack something, have rules that no row of ours breaks (SQLITE_CONSTRAINT), or names that are no text.
+    """
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF
-    return code in (11, 26) or (code == 1 and "no such" in str(error))
+    return code in (11, 19, 26) or (code == 1 and "no such" in str(error)) or isinstance(error, UnicodeDecodeError)
 
 
-def move_aside(path: Path, seen: tuple[int, int] | None) -> bool:
+def move_aside(path: Path, seen: tuple[int, int] | None) -> None:
     """Rename a damaged index to ``<name>.damaged``, unless another process has done so since ``seen`` was there.
 
-    ``seen`` is its (device, inode). True if the place is free or holds another file now. A file that was never an
-    index, as a mistaken WEIGHTWIRE_INDEX may name, is left where it is, and nothing is made beside it: False.
+    ``seen`` is its (device, inode). Afterwards the place is free or holds another file. Unusable where that cannot be
+    done; a file that was never an index, as a mistaken WEIGHTWIRE_INDEX may name, is left where it is, and nothing is
+    made beside it.
     """
     try:
         if not _was_ours(path):
-            return False
-        with open(path.with_name(path.name + ".lock"), "ab") as lock:
+            raise Unusable("it is no index of hashes")
+        with os.fdopen(_open_file(_lock_of(path), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW), "rb") as lock:
             _take(lock)
             found = os.stat(path)
             if seen is not None and (found.st_dev, found.st_ino) != seen:
-                return True
+                return
             if not _was_ours(path):  # another one may have come while the lock was waited for
-                return False
-            # First the journal: it must never be played back into the index that is begun anew.
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path.with_name(path.name + "-journal"))
-            os.replace(path, path.with_name(path.name + ".damaged"))
-            return True
+                raise Unusable("it is no index of hashes")
+            # First what lies beside it: it must never be played back into the index that is begun anew.
+            for each in _BESIDE:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(f"{path}{each}")
+            os.replace(path, f"{path}.damaged")
     except FileNotFoundError:
-        return True
+        return
+    except BlockingIOError as error:
+        raise Unusable("it is damaged, and another process is taking long to move it aside") from error
     except OSError as error:
-        logger.debug("index %s cannot be moved aside: %s", path, error)
-        return False
+        raise Unusable(f"it is damaged and cannot be moved aside: {error.strerror or error}") from error
 
 
 def _was_ours(path: Path) -> bool:
     """Whether the damaged file at ``path`` is an index by its head, or by its name where it has no database's head."""
-    with open(path, "rb") as file:
+    with os.fdopen(_open_file(path, os.O_RDONLY), "rb") as file:
         start = file.read(_APPLICATION_AT + 4)
     if start.startswith(_MAGIC):
         return start[_APPLICATION_AT:] == _APPLICATION.to_bytes(4, "big")
     return path.suffix == ".sqlite3"
+
+
+def _open_file(path: str | Path, flags: int) -> int:
+    """open(2), for regular files only: OSError for others, which are not waited for."""
+    fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return fd
 
 
 def _take(lock: IO[bytes]) -> None:

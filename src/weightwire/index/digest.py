@@ -90,8 +90,9 @@ def _windows(
         window = memoryview(bytearray(min(payload.nbytes, _WINDOW)))
         nbytes = payload.nbytes
     else:
-        window = memoryview(payload).cast("B")
-        nbytes = window.nbytes
+        window = memoryview(payload)
+        if nbytes := window.nbytes:  # a view with a zero in its shape cannot be cast
+            window = window.cast("B")
     checked, at = time.monotonic(), 0
     with window:
         for start in range(0, nbytes, _WINDOW):

@@ -8,7 +8,7 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
@@ -79,13 +79,22 @@ class HashIndex:
 
     ``path`` is its file (None: `default_index_path`, which may say that there is none). Safe to use from several
     threads and processes at once, after a fork too. Nothing that the disk does is raised: what cannot be read is not
-    known, what cannot be written is forgotten, and either is logged once (at WARNING). A damaged file is moved aside to
-    ``<name>.damaged`` and begun anew. Files not seen for 180 days are dropped, and above 250,000 tensors those not seen
-    for longest.
+    known, what cannot be written is forgotten, and either is logged once (at WARNING). So is what is no index, or has
+    anything but files where its journal and lock belong. A damaged file is moved aside to ``<name>.damaged`` and begun
+    anew; rows are sealed, and one that is not what was written is not known. Files not seen for 180 days are dropped,
+    and above 250,000 tensors those not seen for longest.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
         self.path = default_index_path() if path is None else Path(path)
+        if self.path is not None:
+            with contextlib.suppress(OSError):  # where it is to be used, that is found out again, and said
+                self.path = self.path.absolute()
+        self._otherwise = (
+            "name another file with WEIGHTWIRE_INDEX, or do without: WEIGHTWIRE_INDEX=off, --no-index of push and warm"
+            if path is None
+            else "give another path, or do without: index=False"
+        )
         self._begin()
 
     def _begin(self) -> None:
@@ -124,7 +133,7 @@ class HashIndex:
         """What is known of each range, in order: None for one that is not known, or whose file has changed since, or
         could have without its times telling (not ``dated``, or mapped to be written to by this process).
 
-        Costs one fstat(2) and one query for each file, and a look at this process's mappings.
+        Costs one fstat(2) and two queries for each file, and a look at this process's mappings.
         """
         if not self._usable():
             return [None] * len(ranges)
@@ -206,8 +215,10 @@ class HashIndex:
         deadline = time.monotonic() + seconds
         with self._lock:
             while True:
+                opened = False
                 try:
                     connection = self._open()
+                    opened = True
                     return _transaction(connection, work) if writes else work(connection)
                 except database.Unusable as error:
                     self._give_up(f"it cannot be used: {error}")
@@ -225,10 +236,15 @@ class HashIndex:
                         return None
                     if quiet:
                         return None
-                    if database.is_damage(error) and self._mend(error):
-                        continue
-                    self._give_up(f"{what} failed: {error}")
-                    return None
+                    if not database.is_damage(error):
+                        tried = f"{what} failed" if opened else f"it cannot be {'opened' if self._seen else 'made'}"
+                        self._give_up(f"{tried}: {error}")
+                        return None
+                    try:
+                        self._mend(error)
+                    except database.Unusable as why:
+                        self._give_up(f"it cannot be used: {why} ({error})")
+                        return None
 
     def _usable(self) -> bool:
         """Whether there is an index, and it is not at rest. A fork of its process is to find out for itself."""
@@ -244,20 +260,20 @@ class HashIndex:
             self._connection = database.connect(self.path)
         return self._connection
 
-    def _mend(self, error: Exception) -> bool:
-        """Move a damaged file aside, once. Whether a new one can be begun."""
+    def _mend(self, error: Exception) -> None:
+        """Move a damaged file aside, once, so that a new one can be begun. Unusable if it cannot be done."""
         assert self.path is not None
         self.close()
-        if self._mended or not database.move_aside(self.path, self._seen):
-            return False
+        if self._mended:
+            raise database.Unusable("it is damaged again")
+        database.move_aside(self.path, self._seen)
         self._mended = True
         logger.warning("index %s: it is damaged (%s); moved aside and begun anew", self.path, error)
-        return True
 
     def _give_up(self, why: str) -> None:
         self.close()
         self._off = True
-        logger.warning("index %s: %s; hashes are computed instead", self.path, why)
+        logger.warning("index %s: %s; hashes are computed instead (%s)", self.path, why, self._otherwise)
 
 
 _ABANDONED: list[sqlite3.Connection | None] = []
@@ -302,7 +318,10 @@ def _unchanged(fd: int, before: FileIdentity) -> bool:
 
 
 def _signed(value: int) -> int:
-    """A number of 64 bits as SQLite has it, with a sign."""
+    """The lowest 64 bits of a number as SQLite has it, with a sign: times (ns) may have more, after the year 2554. Two
+    of a file are taken for one only if they lie 584 years apart.
+    """
+    value &= (1 << 64) - 1
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
@@ -310,19 +329,36 @@ def _key(identity: FileIdentity) -> tuple[int, ...]:
     return tuple(_signed(value) for value in identity[:5])
 
 
-def _seal(key: Sequence[int], offset: int, nbytes: int, fnv1a: int, digest: bytes) -> bytes:
-    """A checksum over a row and the file it belongs to: SQLite would not notice a flipped bit, and a wrong hash would
+def _seal(numbers: Sequence[int], *data: bytes) -> bytes:
+    """A checksum over what a row says, and of which file: SQLite would not notice a flipped bit, and a wrong hash would
     have a server take other bytes for the tensor's.
     """
-    return blake3(struct.pack("<8q", *key, offset, nbytes, fnv1a) + digest).digest(length=8)
+    head = struct.pack(f"<{len(numbers) + len(data) + 1}q", len(numbers), *numbers, *map(len, data))
+    return blake3(head + b"".join(data)).digest(length=8)
 
 
-def _sealed(key: Sequence[int], offset: int, nbytes: int, fnv1a: int, digest: bytes, seal: object) -> bool:
+def _sealed(seal: object, numbers: Sequence[int], *data: bytes) -> bool:
     """Whether a row is what was written, down to the types of its columns."""
     try:
-        return len(digest) == DIGEST_BYTES and seal == _seal(key, offset, nbytes, fnv1a, digest)
+        return seal == _seal(numbers, *data)
     except (struct.error, TypeError):
         return False
+
+
+def _row(key: Sequence[int], each: FileRange, tensor: str, hashes: Hashes) -> tuple[int | bytes, ...]:
+    """The columns of a range of the file ``key``, but for the file's id: the seal binds it to the file's identity."""
+    numbers = (each.offset, each.nbytes, _signed(hashes.fnv1a))
+    data = (hashes.blake3, tensor.encode("utf-8", "surrogatepass"))
+    return (*numbers, *data, _seal((*key, *numbers), *data))
+
+
+def _rows_of(connection: sqlite3.Connection, file: int, key: Sequence[int]) -> Iterator[tuple[int, int, bytes, Hashes]]:
+    """Offset, size, tensor and hashes of the sound rows of a file, by their offsets."""
+    for offset, nbytes, fnv1a, digest, tensor, seal in connection.execute(
+        "SELECT offset, nbytes, fnv1a, blake3, tensor, seal FROM hashes WHERE file = ? ORDER BY offset, nbytes", (file,)
+    ):
+        if _sealed(seal, (*key, offset, nbytes, fnv1a), digest, tensor):
+            yield offset, nbytes, tensor, Hashes(fnv1a & (1 << 64) - 1, digest)
 
 
 def _rows(
@@ -334,15 +370,17 @@ def _rows(
     now = int(time.time())
     for fd, identity in identities.items():
         key = _key(identity)
-        for file, seen, offset, nbytes, fnv1a, digest, seal in connection.execute(
-            "SELECT id, seen, offset, nbytes, fnv1a, blake3, seal FROM files JOIN hashes ON file = id"
+        for file, path, seal, seen in connection.execute(
+            "SELECT id, path, seal, seen FROM files"
             " WHERE device = ? AND inode = ? AND size = ? AND mtime_ns = ? AND ctime_ns = ?",
             key,
         ):
-            if abs(now - seen) > _DAY:
+            if not _sealed(seal, (file, *key), path):
+                continue  # `owners` could not name it: hashed once more, it is recorded anew
+            if not isinstance(seen, int) or abs(now - seen) > _DAY:
                 old.add(file)
-            if _sealed(key, offset, nbytes, fnv1a, digest, seal):
-                rows[fd, offset, nbytes] = Hashes(fnv1a & (1 << 64) - 1, digest)
+            for offset, nbytes, _, hashes in _rows_of(connection, file, key):
+                rows[fd, offset, nbytes] = hashes
     return rows, sorted(old)
 
 
@@ -368,31 +406,28 @@ def _store(
 ) -> int:
     key = _key(identity)
     path = os.fsencode(os.path.abspath(entries[0][0].path)) if entries[0][0].path else b""
-    found = connection.execute(
-        "SELECT id, size, mtime_ns, ctime_ns FROM files WHERE device = ? AND inode = ?", key[:2]
-    ).fetchone()
-    if found is not None and found[1:] != key[2:]:
-        _drop(connection, [found[0]])
-        found = None
-    replaced = connection.execute(
-        "SELECT id FROM files WHERE path = ? AND path != x'' AND id IS NOT ?", (path, found and found[0])
-    ).fetchall()
-    _drop(connection, [row[0] for row in replaced])
-    if found is None:
-        cursor = connection.execute(
-            "INSERT INTO files (device, inode, size, mtime_ns, ctime_ns, path, seen) VALUES (?, ?, ?, ?, ?, ?, ?)",
-            (*key, path, now),
-        )
-        file = cursor.lastrowid
-    else:
-        file = found[0]
-        connection.execute("UPDATE files SET path = ?, seen = ? WHERE id = ?", (path, now, file))
-    rows = []
-    for each, tensor, hashes in entries:
-        fnv1a = _signed(hashes.fnv1a)
-        seal = _seal(key, each.offset, each.nbytes, fnv1a, hashes.blake3)
-        name = tensor.encode("utf-8", "surrogatepass")
-        rows.append((file, each.offset, each.nbytes, fnv1a, hashes.blake3, name, seal))
+    file, others = None, []
+    for found, *times, old_path, seal in connection.execute(
+        "SELECT id, size, mtime_ns, ctime_ns, path, seal FROM files WHERE device = ? AND inode = ?", key[:2]
+    ):
+        if file is None and tuple(times) == key[2:] and _sealed(seal, (found, *key), old_path):
+            file = found
+        else:
+            others.append(found)
+    replaced = connection.execute("SELECT id FROM files WHERE path = ? AND path != x'' AND id IS NOT ?", (path, file))
+    _drop(connection, [*others, *(row[0] for row in replaced.fetchall())])
+    if file is None:
+        file = connection.execute(
+            "INSERT INTO files (device, inode, size, mtime_ns, ctime_ns, path, seen, seal)"
+            " VALUES (?, ?, ?, ?, ?, x'', 0, x'')",
+            key,
+        ).lastrowid
+        assert file is not None
+    # The path may be a new one.
+    connection.execute(
+        "UPDATE files SET path = ?, seen = ?, seal = ? WHERE id = ?", (path, now, _seal((file, *key), path), file)
+    )
+    rows = [(file, *_row(key, *entry)) for entry in entries]
     connection.executemany("INSERT OR REPLACE INTO hashes VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
     return len(rows)
 
@@ -417,20 +452,16 @@ def _bound(connection: sqlite3.Connection, now: int) -> None:
 
 
 def _owners(connection: sqlite3.Connection) -> dict[int, list[Owner]]:
+    files = [
+        (path, file, key)
+        for file, *key, path, seal in connection.execute(
+            "SELECT id, device, inode, size, mtime_ns, ctime_ns, path, seal FROM files"
+        )
+        if _sealed(seal, (file, *key), path)
+    ]
     owners: dict[int, list[Owner]] = {}
-    for path, tensor, *row in connection.execute(
-        "SELECT path, tensor, device, inode, size, mtime_ns, ctime_ns, offset, nbytes, fnv1a, blake3, seal"
-        " FROM files JOIN hashes ON file = id ORDER BY path, offset"
-    ):
-        key, (offset, nbytes, fnv1a, digest, seal) = row[:5], row[5:]
-        if _sealed(key, offset, nbytes, fnv1a, digest, seal):
-            owner = Owner(os.fsdecode(path), _name(tensor), nbytes, digest)
-            owners.setdefault(fnv1a & (1 << 64) - 1, []).append(owner)
+    for path, file, key in sorted(files):
+        for _, nbytes, tensor, hashes in _rows_of(connection, file, key):
+            owner = Owner(os.fsdecode(path), tensor.decode("utf-8", "surrogatepass"), nbytes, hashes.blake3)
+            owners.setdefault(hashes.fnv1a, []).append(owner)
     return owners
-
-
-def _name(tensor: bytes) -> str:
-    try:
-        return tensor.decode("utf-8", "surrogatepass")
-    except UnicodeDecodeError:
-        return tensor.decode("utf-8", "replace")

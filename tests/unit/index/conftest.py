@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from support.indexing import CONTENT
+from support.indexing import CONTENT, ranges_of
 
 from weightwire.index import HashIndex, identity
+from weightwire.ranges import FileRange
 
 
 @pytest.fixture(autouse=True)
@@ -50,3 +51,8 @@ def model(tmp_path: Path) -> Path:
     path = tmp_path / "model.gguf"
     path.write_bytes(CONTENT)
     return path
+
+
+@pytest.fixture
+def ranges(model: Path, opened: Callable[[Path], int]) -> list[FileRange]:
+    return ranges_of(model, opened(model))

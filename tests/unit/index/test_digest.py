@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 from blake3 import blake3
 from fnvhash import fnv1a_64
@@ -98,6 +99,12 @@ def test_the_caller_looks_in_and_may_end_it() -> None:
             way(data, check)
         assert len(looks) == 2
         data.clear()  # BufferError, were it still held
+
+
+def test_an_empty_array_of_more_dimensions() -> None:
+    empty = np.empty((0, 3), np.float32)
+    assert hash_with_digest(empty) == hash_with_digest(b"")
+    assert digest_of(empty) == digest_of(b"")
 
 
 def test_what_is_no_buffer() -> None:

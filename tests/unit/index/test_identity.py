@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from support.indexing import CONTENT, change, ranges_of, remember
 
-from weightwire.index import FileIdentity, Hashes, HashIndex, hash_with_digest, identity, identity_of
+from weightwire.index import FileIdentity, Hashes, HashIndex, hash_with_digest, identity, identity_of, store
 
 SECOND = 10**9
 
@@ -141,3 +141,20 @@ def test_a_descriptor_without_an_identity_is_not_stored(
 ) -> None:
     (first, *_) = ranges_of(model, opened(model))
     assert index.record([(first, "t", Hashes(1, bytes(32)))], {}) == 0
+
+
+@pytest.mark.parametrize("seconds", [-40_000_000_000, 10_000_000_000, 15_000_000_000, 40_000_000_000])
+def test_a_time_that_is_centuries_away(
+    seconds: int, index: HashIndex, model: Path, opened: Callable[[Path], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As tmpfs, XFS and others keep it: nanoseconds of more than 64 bits."""
+    fd = opened(model)
+    far = identity_of(fd)._replace(mtime_ns=seconds * SECOND + 1)
+    monkeypatch.setattr(store, "identity_of", lambda fd: far)
+    (first, *_) = ranges_of(model, fd)
+    hashes = hash_with_digest(first)
+    assert index.record([(first, "t", hashes)], {fd: far}) == 1
+    assert index.find([first]) == [hashes]
+    far = far._replace(mtime_ns=far.mtime_ns + 1)
+    assert index.find([first]) == [None]
+    assert index.enabled

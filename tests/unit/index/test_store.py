@@ -89,6 +89,86 @@ def test_a_flipped_bit_is_not_believed(index: HashIndex, place: Path, model: Pat
     assert remember(index, ranges) == hashes == index.find(ranges)
 
 
+def test_what_is_given_out_is_what_was_recorded(
+    index: HashIndex, place: Path, model: Path, tmp_path: Path, opened: Opener
+) -> None:
+    """Whichever bit flips in a table: of its columns' values, their types and lengths, and of how rows are found."""
+    other = tmp_path / "other.gguf"
+    other.write_bytes(CONTENT)
+    ranges = [each for path in (model, other) for each in ranges_of(path, opened(path), 2)]
+    hashes = remember(index, ranges)
+    owners = {name: set(of) for name, of in index.owners().items()}
+    index.close()
+    sound = place.read_bytes()
+    with sqlite3.connect(place) as raw:
+        (size,) = raw.execute("PRAGMA page_size").fetchone()
+        roots = [row[0] for row in raw.execute("SELECT rootpage FROM sqlite_master WHERE type = 'table'")]
+    raw.close()
+    flipped = known = 0
+    for start in ((root - 1) * size for root in roots):
+        page = sound[start : start + size]
+        # The head of the page with its pointers, a gap of zeros, and the rows up to its end.
+        head = page.index(bytes(64))
+        used = [*range(head), *range(size - len(page[head:].lstrip(b"\0")), size)]
+        for at in used:
+            for bit in range(8):
+                spoiled = bytearray(sound)
+                spoiled[start + at] ^= 1 << bit
+                place.write_bytes(spoiled)
+                with HashIndex(place) as each:
+                    found, whose = each.find(ranges), each.owners()
+                assert all(got in (None, said) for got, said in zip(found, hashes, strict=True)), (at, bit)
+                assert all(set(of) <= owners.get(name, set()) for name, of in whose.items()), (at, bit)
+                flipped += 1
+                known += sum(got is not None for got in found)
+    assert flipped > 4000
+    assert known > 2 * flipped, "the rows beside the flipped bit are believed"
+
+
+@pytest.mark.parametrize("table", ["files", "hashes"])
+@pytest.mark.parametrize("value", ["NULL", "5", "2.5", "'text'", "x'ff'", "CAST(x'ff' AS TEXT)", "-1", "1e300"])
+def test_a_column_of_another_kind_is_not_believed(
+    table: str, value: str, place: Path, model: Path, opened: Opener, caplog: pytest.LogCaptureFixture
+) -> None:
+    ranges = ranges_of(model, opened(model), 1)
+    with HashIndex(place) as index:
+        hashes = remember(index, ranges)
+        owners = index.owners()
+    sound = place.read_bytes()
+    with sqlite3.connect(place) as raw:
+        columns = [row[1] for row in raw.execute(f"PRAGMA table_info({table})")]
+    raw.close()
+    for column in set(columns) - {"id", "file", "offset", "nbytes"}:
+        place.write_bytes(sound)
+        with sqlite3.connect(place, isolation_level=None) as raw:
+            raw.execute("PRAGMA writable_schema = ON")
+            raw.execute("UPDATE sqlite_master SET sql = replace(replace(sql, ' NOT NULL', ''), ' INTEGER,', ' BLOB,')")
+        raw.close()
+        with sqlite3.connect(place, isolation_level=None) as raw:
+            raw.execute(f"UPDATE {table} SET {column} = {value}")
+        raw.close()
+        with HashIndex(place) as index:
+            if column == "seen":
+                assert (index.find(ranges), index.owners()) == (hashes, owners)
+            else:
+                assert (index.find(ranges), index.owners()) == ([None], {}), column
+            assert remember(index, ranges) == hashes == index.find(ranges)
+            assert index.owners() == owners
+    assert not caplog.records
+
+
+def test_a_file_that_has_another_name_now(index: HashIndex, model: Path, tmp_path: Path, opened: Opener) -> None:
+    ranges = ranges_of(model, opened(model), 2)
+    remember(index, ranges)
+    link = tmp_path / "link.gguf"
+    link.hardlink_to(model)
+    again = ranges_of(link, opened(link), 2)
+    hashes = remember(index, again[:1])
+    remember(index, again)
+    assert index.find(again)[:1] == hashes
+    assert {owner.path for of in index.owners().values() for owner in of} == {str(link)}
+
+
 # Bounds.
 
 
