@@ -136,7 +136,8 @@ SECTIONS: tuple[tuple[str, Mapping[str, str]], ...] = (
 #: Benchmarks without a fixed list of variants: by the beginning of their names, the section that they are added to.
 MORE = {"test_one_buffer": "Hashing", "test_many_buffers": "Hashing", "test_ten_buffers_against_one": "Hashing"}
 MORE |= dict.fromkeys(("test_push_over_rdma", "test_registration"), SECTIONS[-1][0])
-MORE |= {"test_file_ranges": "Hashing", "test_both_hashes": "Hashing", "test_cache": "Through the cache, in other shapes"}
+MORE |= dict.fromkeys(("test_file_ranges", "test_both_hashes"), "Hashing")
+MORE |= {"test_cache": "Through the cache, in other shapes"}
 MORE |= {"test_split": "A model split over two servers"}
 OTHERS = "Others"
 MACHINE = {

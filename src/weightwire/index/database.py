@@ -24,8 +24,11 @@ _MAGIC: Final = b"SQLite format 3\0"
 _POLL: Final = 0.1
 """Seconds that SQLite waits for a lock by itself; longer waits are ours, where Ctrl-C is heard."""
 
+_VERSION_AT: Final = 60
 _APPLICATION_AT: Final = 68
-"""Where a database's head has the application_id, big-endian (SQLite's "Database File Format", section 1.3)."""
+"""Where a database's head has user_version and application_id, big-endian (SQLite's "Database File Format", section
+1.3).
+"""
 
 _BESIDE: Final = ("-journal", "-wal", "-shm")
 """What SQLite opens beside a database (SQLite's "Temporary Files Used By SQLite", sections 2.1 to 2.3)."""
@@ -131,10 +134,14 @@ def _made(connection: sqlite3.Connection) -> bool:
     if application == _APPLICATION and 0 < version < _VERSION:
         return False
     if application == _APPLICATION:
-        raise Unusable(f"it has the form {version} of another weightwire; this one knows form {_VERSION}")
+        raise Unusable(_of_another_form(version))
     if application or version or connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
         raise Unusable("it is a database of something else")
     return False
+
+
+def _of_another_form(version: int) -> str:
+    return f"it has the form {version} of another weightwire; this one knows form {_VERSION}"
 
 
 def _rollback(connection: sqlite3.Connection) -> None:
@@ -191,9 +198,15 @@ def _was_ours(path: Path) -> bool:
     """Whether the damaged file at ``path`` is an index by its head, or by its name where it has no database's head."""
     with os.fdopen(_open_file(path, os.O_RDONLY), "rb") as file:
         start = file.read(_APPLICATION_AT + 4)
-    if start.startswith(_MAGIC):
-        return start[_APPLICATION_AT:] == _APPLICATION.to_bytes(4, "big")
-    return path.suffix == ".sqlite3"
+    if not start.startswith(_MAGIC):
+        return path.suffix == ".sqlite3"
+    if start[_APPLICATION_AT:] != _APPLICATION.to_bytes(4, "big"):
+        return False
+    version = int.from_bytes(start[_VERSION_AT : _VERSION_AT + 4], "big")
+    if version > _VERSION:
+        # Not damaged: another process has brought it into its own form since it was opened here.
+        raise Unusable(_of_another_form(version))
+    return True
 
 
 def _open_file(path: str | Path, flags: int) -> int:

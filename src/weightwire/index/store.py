@@ -428,7 +428,11 @@ def _store(
         "UPDATE files SET path = ?, seen = ?, seal = ? WHERE id = ?", (path, now, _seal((file, *key), path), file)
     )
     rows = [(file, *_row(key, *entry)) for entry in entries]
-    connection.executemany("INSERT OR REPLACE INTO hashes VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
+    connection.executemany(
+        "INSERT OR REPLACE INTO hashes (file, offset, nbytes, fnv1a, blake3, tensor, seal)"
+        " VALUES (?, ?, ?, ?, ?, ?, ?)",
+        rows,
+    )
     return len(rows)
 
 

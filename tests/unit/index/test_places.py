@@ -238,3 +238,22 @@ def test_a_damaged_database_of_something_else_is_left_alone(
 def test_a_parent_that_is_a_file(model: Path, ranges: list[FileRange], caplog: pytest.LogCaptureFixture) -> None:
     assert use(model / "index.sqlite3", ranges) == (0, [None] * 4)
     assert len(said(caplog)) == 1
+
+
+def test_one_that_a_later_weightwire_makes_its_own_meanwhile_is_left_to_it(
+    tmp_path: Path, ranges: list[FileRange], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Tables that are not ours any more are no damage there: it would lose what it knows, and this one's as well."""
+    place = tmp_path / "index" / "index.sqlite3"
+    with HashIndex(place) as index:
+        remember(index, ranges)
+        with sqlite3.connect(place) as raw:
+            raw.execute("DROP TABLE hashes")
+            raw.execute("CREATE TABLE hashes (file INTEGER, other INTEGER)")
+            raw.execute("PRAGMA user_version = 99")
+        raw.close()
+        assert index.find(ranges) == [None] * 4
+        assert not index.enabled
+    assert list(place.parent.iterdir()) == [place]
+    (line,) = said(caplog)
+    assert "form 99" in line
