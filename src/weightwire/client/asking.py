@@ -41,9 +41,9 @@ class _Question:
 class Questions:
     """Which of the tensors numbered ``cached`` the server has filled from its cache.
 
-    How far ahead is asked depends on the tensors alone: at first two of them, then up to `WINDOW_TENSORS` and
-    `WINDOW_BYTES` (two, however large, as far as so many bytes may be in flight), and more only when half of that is
-    used up. So the order on the wire does not depend on how fast
+    How far ahead is asked depends on the tensors and answers alone: at first two of them, then up to `WINDOW_TENSORS` and
+    `WINDOW_BYTES` (after a hit two, however large, as far as so many bytes may be in flight), and more only when half of
+    that is used up. So the order on the wire does not depend on how fast
     anything is. With ``probe``, the first and last bytes are made wrong before the question and read back behind it:
     a server that fills a tensor from a file that is too short says that it has filled it. ``doubt`` is told the names
     of tensors that were filled wrongly.
@@ -70,6 +70,7 @@ class Questions:
         self._doubt = doubt
         self._bytes = min(WINDOW_BYTES, feed.in_flight // 2)
         self._target = 1
+        self._last_hit = False
         self._asked = 0
         self._asked_bytes = 0  # of those from the one dealt with on
         self._open = 0
@@ -114,7 +115,7 @@ class Questions:
             # Its double was asked for at the same time and has been sent since.
             question = self._ask(position)
             self._hear(question)
-        good = question.hit and question.intact
+        good = self._last_hit = question.hit and question.intact
         if good:
             self._filled.add(index)
             self._recorder.hits += 1
@@ -170,8 +171,9 @@ class Questions:
         while self._asked < len(self._cached):
             nbytes = self._placed[self._cached[self._asked]].nbytes
             ahead = self._asked - position
-            # However large tensors are, the next one's question is on its way while the answer for this one is.
-            most = self._bytes if ahead > 1 else max(self._bytes, self._feed.in_flight)
+            # While hits follow each other the next one's question is on its way with this one's, however large they are.
+            # Otherwise bytes would wait for the hash of what comes after them.
+            most = max(self._bytes, self._feed.in_flight) if ahead == 1 and self._last_hit else self._bytes
             if ahead > 0 and (ahead >= self._target or self._asked_bytes + nbytes > most):
                 break
             self._ask(self._asked)
