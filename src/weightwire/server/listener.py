@@ -138,10 +138,10 @@ class Server:
     def start(self) -> Self:
         """Listen, and accept clients on a thread of the server's own. Returns the server.
 
-        Raises TransportError where it cannot listen there, RdmaUnavailable where RDMA is required and cannot be had at
-        any of the addresses it would listen on, ConfigError if the cache's directory cannot be made, a variable of RDMA
-        cannot be used, or the server has been closed or was started by another process. Does nothing if it has been
-        started.
+        Raises TransportError where it cannot listen there, or no name server says within 30 seconds where that is;
+        RdmaUnavailable where RDMA is required and cannot be had at any of the addresses it would listen on; ConfigError
+        if the cache's directory cannot be made, a variable of RDMA cannot be used, or the server has been closed or was
+        started by another process. Does nothing if it has been started.
         """
         if self._elsewhere():
             raise ConfigError("this server runs in the process that started it", hint="make a new one after a fork")
