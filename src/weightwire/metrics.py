@@ -21,8 +21,8 @@ from urllib.parse import urlsplit
 try:
     from prometheus_client import CollectorRegistry, MetricsHandler
     from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
-except ImportError as error:
-    raise ImportError(
+except ModuleNotFoundError as error:  # no other: one that is there and cannot be loaded says why
+    raise ModuleNotFoundError(
         "weightwire.metrics needs prometheus_client: pip install prometheus_client (or 'weightwire[metrics]')",
         name="prometheus_client",
     ) from error

@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from weightwire.cli.output import StdoutClosed, StdoutFailed, note, object_, printable
+from weightwire.cli.shortage import HINT, out_of_memory
 from weightwire.errors import (
     AllocationError,
     CacheError,
@@ -94,8 +95,8 @@ def as_failure(error: Exception) -> Failure:
     if isinstance(error, WeightwireError):
         # Including a ModelError: one raised before the transfer has been turned into a usage failure already.
         return Failure(error, FAILED)
-    if isinstance(error, MemoryError):
-        return Failure(error, ENVIRONMENT, detail="this machine has not enough memory for that")
+    if short := out_of_memory(error):
+        return Failure(error, ENVIRONMENT, detail=short, hint=HINT, kind="MemoryError")
     if isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename else ""
         return Failure(error, ENVIRONMENT, detail=f"{where}{error.strerror or error}")
@@ -137,7 +138,7 @@ def cannot_here(hint: str = "") -> Iterator[None]:
         if isinstance(error, WeightwireError):
             raise
         failure = as_failure(error)
-        raise Failure(error, ENVIRONMENT, detail=failure.detail, hint=hint) from error
+        raise Failure(error, ENVIRONMENT, detail=failure.detail, hint=failure.hint or hint) from error
 
 
 def debug() -> bool:

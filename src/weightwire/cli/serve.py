@@ -172,7 +172,7 @@ def serve(
 def _metrics(server: Server, config: ServerConfig) -> MetricsEndpoint:
     try:
         from weightwire.metrics import MetricsEndpoint
-    except ImportError as error:
+    except ModuleNotFoundError as error:
         raise Failure(
             error, ENVIRONMENT,
             detail="--metrics-port needs prometheus_client, which is not installed",

@@ -148,7 +148,9 @@ def _configure(sock: socket.socket) -> None:
 
 
 def _addresses(host: str, port: int, flags: int = 0) -> list[Address]:
-    found: list[Address] = list(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags))
+    # Given as bytes, a name needs no codec, whose tables are not there to be loaded where memory is short.
+    asked: str | bytes = host.encode("ascii") if host.isascii() else host
+    found: list[Address] = list(socket.getaddrinfo(asked, port, type=socket.SOCK_STREAM, flags=flags))
     return list(dict.fromkeys(found))
 
 

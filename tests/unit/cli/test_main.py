@@ -118,6 +118,66 @@ def test_each_error_has_its_exit_code_and_its_facts(
         assert told[fact] == getattr(error, fact)
 
 
+SEGMENT = "/lib/blake3.so: failed to map segment from shared object"
+TLS = "/lib/x.so: cannot allocate memory in static TLS block"
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (MemoryError(), "not enough memory"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "not enough memory"),
+        (ImportError(SEGMENT), SEGMENT),
+        (ImportError(f"PLEASE READ THIS\n\nOriginal error was: {SEGMENT}\n"), f"(Original error was: {SEGMENT})"),
+        (ImportError("libm.so: cannot create shared object descriptor: Cannot allocate memory"), "libm.so"),
+        (LookupError("unknown encoding: idna"), "unknown encoding: idna"),
+    ],
+)
+def test_memory_that_is_short_is_no_defect(
+    invoke, monkeypatch: pytest.MonkeyPatch, error: Exception, words: str
+) -> None:
+    def connect(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(client, "connect", connect)
+    ran = invoke("info", "host:1", "--json").failed(3, "not enough memory", words, "ulimit -v")
+    assert "defect" not in ran.err
+    assert ran.json["error"]["type"] == "MemoryError"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ImportError("cannot import name 'x' from 'y'"),
+        ImportError(TLS),
+        ImportError(f"{SEGMENT}: Operation not permitted"),
+        LookupError("unknown tensor"),
+        KeyError("unknown encoding"),
+    ],
+)
+def test_other_errors_of_these_kinds_are_not_about_memory(error: Exception) -> None:
+    assert as_failure(error).kind == "InternalError"
+
+
+@pytest.mark.parametrize("raised", [f"ImportError({SEGMENT!r})", "MemoryError()"])
+def test_memory_that_is_too_short_for_the_verbs_to_be_loaded(raised: str) -> None:
+    program = f"""
+import sys
+class Short:
+    def find_spec(self, name, path=None, target=None):
+        if name == "weightwire.cli.root":
+            raise {raised}
+sys.meta_path.insert(0, Short())
+from weightwire.cli import main
+main()
+"""
+    ran = subprocess.run([sys.executable, "-c", program, "info", "host:1"], capture_output=True, text=True)
+    assert (ran.returncode, ran.stdout) == (3, "")
+    error, hint = ran.stderr.splitlines()
+    assert error.startswith("weightwire: error: this machine has not enough memory")
+    assert hint.startswith("weightwire: hint: ")
+
+
 def test_every_class_of_error_is_covered() -> None:
     covered = {type(error).__name__ for error, _, _ in CASES}
     assert set(errors.__all__) <= covered

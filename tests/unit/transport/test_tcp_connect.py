@@ -253,3 +253,19 @@ def test_a_name_server_that_never_answers_whoever_listens(monkeypatch: pytest.Mo
         listen_tcp("slow", 1)
     assert (caught.value.operation, caught.value.errno) == ("getaddrinfo", errno.ETIMEDOUT)
     assert "name server" in caught.value.hint
+
+
+@pytest.mark.parametrize(("host", "asked"), [("here.example", b"here.example"), ("hä.example", "hä.example")])
+def test_a_name_in_ascii_needs_no_codec(monkeypatch: pytest.MonkeyPatch, host: str, asked: str | bytes) -> None:
+    """The tables of that for international names take memory, and where it is short are reported as missing."""
+    heard: list[str | bytes] = []
+
+    def getaddrinfo(name: str | bytes, *_: Any, **__: Any) -> Any:
+        heard.append(name)
+        raise socket.gaierror(socket.EAI_NONAME, "nobody knows")
+
+    monkeypatch.setattr(tcp.socket, "getaddrinfo", getaddrinfo)
+    for call in (lambda: connect_tcp(f"{host}:1", 20.0), lambda: listen_tcp(host, 1)):
+        with pytest.raises(TransportError, match="nobody knows"):
+            call()
+    assert heard == [asked] * 4
