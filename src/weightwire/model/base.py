@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import NamedTuple, Self
 
 from weightwire.errors import ModelError
-from weightwire.ranges import SYSCALL_MAX, FileRange
+from weightwire.ranges import SYSCALL_MAX, FileRange, model_closed
 
 __all__ = ["MAX_ELEMENTS", "Model", "ModelFile", "ModelTensor", "element_count", "refuse", "usable_name"]
 
@@ -34,6 +34,8 @@ _HINTS = {
 
 def refuse(error: OSError, path: str, operation: str) -> ModelError:
     """The ModelError for an operating system's refusal to ``operation`` (``"open"``, ``"read"``) ``path``."""
+    if error.errno == errno.EBADF:
+        return model_closed(path, doing=f"cannot {operation}")
     reason = os.strerror(error.errno) if error.errno else str(error)
     return ModelError(f"cannot {operation}: {reason}", path=path, hint=_HINTS.get(error.errno or 0, ""))
 
@@ -170,7 +172,7 @@ class ModelFile:
         cannot set back, without a new name, mode or owner that would explain it.
         """
         if self.closed:
-            raise ModelError("the model is closed", path=self.path)
+            raise model_closed(self.path)
         try:
             status = os.fstat(self.fd)
         except OSError as error:
