@@ -103,7 +103,8 @@ def as_failure(error: Exception) -> Failure:
     return Failure(
         error,
         FAILED,
-        detail=f"internal error: {type(error).__name__}: {error}",
+        # The only texts with lines that somebody meant to be lines.
+        detail=" ".join(f"internal error: {type(error).__name__}: {error}".split()),
         hint="this is a defect in weightwire; WEIGHTWIRE_DEBUG=1 shows where it happened",
         kind="InternalError",
     )
@@ -151,9 +152,9 @@ def say(error: Exception, *, json: bool) -> int:
     failure = as_failure(error)
     if debug():
         note("".join(traceback.format_exception(failure.error)).rstrip())
-    note(f"weightwire: error: {_one_line(failure.detail)}")
+    note(f"weightwire: error: {printable(failure.detail)}")
     if failure.hint:
-        note(f"weightwire: hint: {_one_line(failure.hint)}")
+        note(f"weightwire: hint: {printable(failure.hint)}")
     if json:
         # Where stdout is gone, the exit code and stderr have said it already.
         with suppress(StdoutClosed, StdoutFailed):
@@ -194,7 +195,3 @@ def error_facts(failure: Failure) -> dict[str, Any]:
     elif isinstance(error, TransportError):
         names = ("endpoint", "operation", "errno")
     return facts | {name: getattr(error, name) for name in names}
-
-
-def _one_line(text: str) -> str:
-    return printable(" ".join(text.split()))

@@ -40,6 +40,14 @@ def refuse(error: OSError, path: str, operation: str) -> ModelError:
     return ModelError(f"cannot {operation}: {reason}", path=path, hint=_HINTS.get(error.errno or 0, ""))
 
 
+def _link(path: str) -> str:
+    """Where the symbolic link ``path`` leads; empty if it is none."""
+    try:
+        return os.readlink(path)
+    except OSError:
+        return ""
+
+
 def element_count(ne: Iterable[int]) -> int | None:
     """The product of ``ne`` (1 for no dimensions), or None where ggml's 63 bits do not hold it.
 
@@ -97,6 +105,12 @@ class ModelFile:
             # O_NONBLOCK so that a FIFO is refused below rather than waited for; regular files ignore it.
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
+            if error.errno == errno.ENOENT and (target := _link(path)):
+                raise ModelError(
+                    f"cannot open: it is a link to {target}, which is not there",
+                    path=path,
+                    hint="fetch the model again, or correct the link",
+                ) from error
             raise refuse(error, path, "open") from error
         except ValueError as error:
             raise ModelError(f"cannot open: {error}", path=path) from error

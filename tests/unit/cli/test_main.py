@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import click
 import pytest
@@ -18,6 +19,7 @@ from weightwire import client, errors
 from weightwire.cli import main
 from weightwire.cli import root as root_module
 from weightwire.cli.failures import Failure, as_failure
+from weightwire.cli.output import printable
 from weightwire.cli.root import root
 
 pytestmark = pytest.mark.timeout(120)
@@ -189,8 +191,32 @@ def test_the_hint_has_a_line_of_its_own_and_text_cannot_break_lines(invoke, monk
 
     monkeypatch.setattr(client, "connect", connect)
     ran = invoke("info", "host:1")
-    assert ran.err == "weightwire: error: first second \\x1b[2J\nweightwire: hint: do this\n"
+    assert ran.err == "weightwire: error: first\\nsecond \\x1b[2J\nweightwire: hint: do\\nthis\n"
     assert ran.out == ""
+
+
+@pytest.mark.parametrize("name", ["m\n.gguf", "a  b.gguf", " m.gguf", "m\t\x1b.gguf"])
+@pytest.mark.parametrize("verb", ["info", "hash"])
+def test_a_path_is_shown_in_an_error_as_in_a_result(invoke, tmp_path: Path, verb: str, name: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(b"GGUF")
+    invoke(verb, str(path)).failed(2, f"weightwire: error: {printable(str(path))} at byte ")
+    path.unlink()
+    invoke(verb, str(path)).failed(2, f"weightwire: error: {printable(str(path))}: ")
+
+
+def test_a_logged_message_is_one_line(invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    def connect(*_: object, **__: object) -> None:
+        logging.getLogger("weightwire.client").warning("%s: cannot be kept", "m\n\x1b  .gguf")
+        raise errors.TransportError("x")
+
+    monkeypatch.setattr(client, "connect", connect)
+    first, *_ = invoke("info", "host:1").err.splitlines()
+    assert first.endswith("WARNING weightwire.client: m\\n\\x1b  .gguf: cannot be kept")
+
+
+def test_a_defect_in_many_lines_is_told_in_one() -> None:
+    assert as_failure(RuntimeError("a\n  defect")).detail == "internal error: RuntimeError: a defect"
 
 
 def test_a_traceback_only_when_asked_for(invoke, monkeypatch: pytest.MonkeyPatch) -> None:
