@@ -16,7 +16,7 @@ from weightwire.errors import ConfigError, TransferTimeout, TransportError
 from weightwire.threads import start
 from weightwire.transport.address import format_endpoint, format_sockaddr, parse_endpoint
 
-__all__ = ["TcpStream", "connect_tcp", "listen_tcp"]
+__all__ = ["Address", "TcpStream", "connect_tcp", "listen_tcp", "look_up"]
 
 BACKLOG: Final = 128
 PORT_ATTEMPTS: Final = 16
@@ -105,12 +105,12 @@ def connect_tcp(endpoint: str, timeout: float | None) -> TcpStream:
     )
 
 
-def listen_tcp(host: str, port: int) -> list[socket.socket]:
-    """Listening sockets on every address ``host`` has: a name, or an address, with or without brackets.
+def look_up(host: str, port: int) -> list[Address]:
+    """The addresses for `listen_tcp`, of a host as it takes one.
 
-    ``port`` 0 takes a free one, the same for all of them. Raises ``ConfigError`` for a port out of range or a host that
-    is none (an empty one too), ``TransportError`` where an address cannot be had, a name not being looked up within
-    `LOOKUP_TIMEOUT` seconds included; nothing stays open then. What a signal handler raises meanwhile is passed on.
+    Raises as that does: ``ConfigError`` for a port out of range or a host that is none (an empty one too),
+    ``TransportError`` for a name that nobody knows, or that is not looked up within `LOOKUP_TIMEOUT` seconds. What a
+    signal handler raises meanwhile is passed on.
     """
     if not 0 <= port <= 65535:
         raise ConfigError(f"port {port} is not 0 to 65535")
@@ -120,12 +120,23 @@ def listen_tcp(host: str, port: int) -> list[socket.socket]:
         raise ConfigError(f"host to listen on: {error}") from None
     name = format_endpoint(host, port)
     try:
-        addresses = _resolve(host, port, name, time.monotonic() + LOOKUP_TIMEOUT)
+        return _resolve(host, port, name, time.monotonic() + LOOKUP_TIMEOUT)
     except _TooLong as error:
         raise TransportError(
             f"cannot listen on {name}: looking it up took longer than {LOOKUP_TIMEOUT:.1f} s",
             endpoint=name, operation="getaddrinfo", errno=errno.ETIMEDOUT, hint=_NO_ANSWER,
         ) from error  # fmt: skip
+
+
+def listen_tcp(host: str, port: int, addresses: list[Address] | None = None) -> list[socket.socket]:
+    """Listening sockets on every address ``host`` has: a name, or an address, with or without brackets.
+
+    ``port`` 0 takes a free one, the same for all of them. ``addresses`` are those of a `look_up` before. Raises
+    ``ConfigError`` for a port out of range or a host that is none, ``TransportError`` where an address cannot be had;
+    nothing stays open then.
+    """
+    if addresses is None:
+        addresses = look_up(host, port)
     attempts = 1 if port else PORT_ATTEMPTS
     while True:
         attempts -= 1
