@@ -21,8 +21,8 @@ from urllib.parse import urlsplit
 try:
     from prometheus_client import CollectorRegistry, MetricsHandler
     from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
-except ImportError as error:
-    raise ImportError(
+except ModuleNotFoundError as error:  # no other: one that is there and cannot be loaded says why
+    raise ModuleNotFoundError(
         "weightwire.metrics needs prometheus_client: pip install prometheus_client (or 'weightwire[metrics]')",
         name="prometheus_client",
     ) from error
@@ -118,7 +118,8 @@ class MetricsEndpoint:
 
     ``http://host:port/metrics``, in the formats that prometheus_client writes, and nothing else: there is no
     authentication and no encryption. ``host`` and ``port`` as for `Server`, 0 takes a free one. A context manager.
-    Raises TransportError where it cannot listen there or have a thread, ConfigError for a host or port that is none.
+    Raises TransportError where it cannot listen there (a name is looked up for 30 seconds at most) or have a thread,
+    ConfigError for a host or port that is none.
     """
 
     def __init__(self, server: Server, host: str = "127.0.0.1", port: int = 0) -> None:

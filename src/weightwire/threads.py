@@ -63,5 +63,6 @@ def start(thread: threading.Thread, endpoint: str = "") -> None:
             endpoint=endpoint,
             operation=NO_THREAD,
             errno=errno.EAGAIN,
-            hint="this user has as many processes and threads as allowed: see ulimit -u, or pids.max of its cgroup",
+            hint="this user has as many processes and threads as allowed (see ulimit -u, or pids.max of its cgroup), "
+            "or there is no memory for one more (see ulimit -v, or memory.max)",
         ) from error

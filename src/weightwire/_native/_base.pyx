@@ -19,6 +19,7 @@ import threading
 
 from weightwire._native._sentinel import UNSET
 from weightwire.errors import ModelError, PeerClosed, TransferTimeout, TransportError
+from weightwire.ranges import check_open
 
 cdef object _UNSET = UNSET
 cdef str _CUT_SHORT = "the disk cannot read it, or it is mapped and its file was cut short"
@@ -203,6 +204,9 @@ cdef class BaseStream:
                 f"the file is shorter than when opened: the range ends at byte {source.offset + source.nbytes}",
                 path=source.path, offset=offset, hint="something changed the file; open the model again",
             )
+        # Not of the socket: that is kept open as long as somebody is inside.
+        if status.code == WW_FAILED:
+            check_open(source, status.error, offset)
         if status.code == WW_FAILED and status.operation != NULL and <bytes>status.operation == b"pread":
             raise ModelError(
                 f"pread: {os.strerror(status.error)}", path=source.path, offset=offset,

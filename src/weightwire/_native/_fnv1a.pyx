@@ -16,7 +16,7 @@ import errno
 import os
 
 from weightwire.errors import ModelError
-from weightwire.ranges import FileRange
+from weightwire.ranges import FileRange, check_open
 
 OFFSET = WW_FNV1A_OFFSET
 
@@ -35,6 +35,7 @@ cdef object raise_failure(ww_status status, ww_fnv1a_many *many, object source):
             f"the file is shorter than when opened: the range ends at byte {source.offset + source.nbytes}",
             path=path, offset=many.failed_at, hint="something changed the file; open the model again",
         )
+    check_open(source, status.error, many.failed_at)
     raise ModelError(
         f"{(<bytes>status.operation).decode()}: {os.strerror(status.error)}", path=path, offset=many.failed_at,
         hint="the disk cannot read it, or it is mapped and its file was cut short" if status.error == errno.EIO else "",

@@ -12,6 +12,7 @@ import os
 import sys
 
 _INTERRUPTED = 130
+_ENVIRONMENT = 3
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from types import FrameType
@@ -32,8 +33,16 @@ def main() -> NoReturn:
     if catching:
         # An exception could be raised anywhere in somebody else's import, and be lost there.
         signal.signal(signal.SIGINT, _leave)
-    from weightwire.cli.root import root
+    from weightwire.cli.shortage import HINT, out_of_memory
 
+    try:
+        from weightwire.cli.root import root
+    except (ImportError, MemoryError) as error:
+        short = out_of_memory(error)
+        if not short:
+            raise
+        os.write(2, f"weightwire: error: {short}\nweightwire: hint: {HINT}\n".encode("utf-8", "replace"))
+        sys.exit(_ENVIRONMENT)
     try:
         if catching:
             signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from weightwire.cli.output import StdoutClosed, StdoutFailed, note, object_, printable
+from weightwire.cli.shortage import HINT, out_of_memory
 from weightwire.errors import (
     AllocationError,
     CacheDirectoryError,
@@ -97,15 +98,16 @@ def as_failure(error: Exception) -> Failure:
     if isinstance(error, WeightwireError):
         # Including a ModelError: one raised before the transfer has been turned into a usage failure already.
         return Failure(error, FAILED)
-    if isinstance(error, MemoryError):
-        return Failure(error, ENVIRONMENT, detail="this machine has not enough memory for that")
+    if short := out_of_memory(error):
+        return Failure(error, ENVIRONMENT, detail=short, hint=HINT, kind="MemoryError")
     if isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename else ""
         return Failure(error, ENVIRONMENT, detail=f"{where}{error.strerror or error}")
     return Failure(
         error,
         FAILED,
-        detail=f"internal error: {type(error).__name__}: {error}",
+        # The only texts with lines that somebody meant to be lines.
+        detail=" ".join(f"internal error: {type(error).__name__}: {error}".split()),
         hint="this is a defect in weightwire; WEIGHTWIRE_DEBUG=1 shows where it happened",
         kind="InternalError",
     )
@@ -140,7 +142,7 @@ def cannot_here(hint: str = "") -> Iterator[None]:
         if isinstance(error, WeightwireError):
             raise
         failure = as_failure(error)
-        raise Failure(error, ENVIRONMENT, detail=failure.detail, hint=hint) from error
+        raise Failure(error, ENVIRONMENT, detail=failure.detail, hint=failure.hint or hint) from error
 
 
 def debug() -> bool:
@@ -153,9 +155,9 @@ def say(error: Exception, *, json: bool) -> int:
     failure = as_failure(error)
     if debug():
         note("".join(traceback.format_exception(failure.error)).rstrip())
-    note(f"weightwire: error: {_one_line(failure.detail)}")
+    note(f"weightwire: error: {printable(failure.detail)}")
     if failure.hint:
-        note(f"weightwire: hint: {_one_line(failure.hint)}")
+        note(f"weightwire: hint: {printable(failure.hint)}")
     if json:
         # Where stdout is gone, the exit code and stderr have said it already.
         with suppress(StdoutClosed, StdoutFailed):
@@ -196,7 +198,3 @@ def error_facts(failure: Failure) -> dict[str, Any]:
     elif isinstance(error, TransportError):
         names = ("endpoint", "operation", "errno")
     return facts | {name: getattr(error, name) for name in names}
-
-
-def _one_line(text: str) -> str:
-    return printable(" ".join(text.split()))

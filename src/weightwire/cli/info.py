@@ -73,12 +73,15 @@ def _looks_like_path(target: str) -> bool:
 
 def _model(path: str, as_json: bool) -> None:
     from weightwire.model import open_model
+    from weightwire.model.shards import ShardName
 
     try:
         os.stat(path)
     except FileNotFoundError as error:
-        missing = ModelError("no such file", path=path, hint="a server is given as HOST:PORT")
-        raise Failure(missing, USAGE) from error
+        # A link, or a shard of a model, is nothing that could have been meant as an endpoint.
+        if not os.path.islink(path) and ShardName.parse(os.path.basename(path)) is None:
+            missing = ModelError("no such file", path=path, hint="a server is given as HOST:PORT")
+            raise Failure(missing, USAGE) from error
     except (OSError, ValueError):
         pass  # there, in a way: opening it says what is wrong
     with as_usage():

@@ -14,7 +14,7 @@ import click
 from weightwire.cli import bench, cache, demo, hash_, info, push, seed, serve, warm
 from weightwire.cli.failures import INTERRUPTED, PIPE_CLOSED, USAGE, Failure, as_failure, by_signal, debug, say
 from weightwire.cli.options import help_, version
-from weightwire.cli.output import StdoutClosed, check_stdout, note, occupy_standard_descriptors
+from weightwire.cli.output import StdoutClosed, check_stdout, note, occupy_standard_descriptors, printable
 from weightwire.cli.signals import Terminated
 from weightwire.errors import ConfigError
 
@@ -103,7 +103,7 @@ def _logging(verb: str | None) -> Iterator[None]:
     logger = logging.getLogger("weightwire")
     before = logger.level, logger.propagate
     handler = _StderrHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(_Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logger.setLevel(name.upper())
     logger.addHandler(handler)
     logger.propagate = False
@@ -113,6 +113,13 @@ def _logging(verb: str | None) -> Iterator[None]:
         logger.removeHandler(handler)
         logger.setLevel(before[0])
         logger.propagate = before[1]
+
+
+class _Formatter(logging.Formatter):
+    """Keeps a message on its line, whatever name it tells; a traceback has lines of its own."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return printable(super().formatMessage(record))
 
 
 class _StderrHandler(logging.Handler):

@@ -9,6 +9,7 @@ import select
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Self
@@ -135,7 +136,8 @@ def serve(
     profiles = _Profiles() if show_profile and as_json else None
     with _Stop() as stop, contextlib.ExitStack() as unmaking, contextlib.ExitStack() as ending:
         directory = _cache_directory(config.cache, unmaking) if config.cache is not None else None
-        with cannot_here("choose another --port (0 takes a free one); --host must be an address of this machine"):
+        here = cannot_here("choose another --port (0 takes a free one); --host must be an address of this machine")
+        with stop.at_once(), here:
             server = Server(
                 config.host,
                 config.port,
@@ -169,7 +171,7 @@ def serve(
 def _metrics(server: Server, config: ServerConfig) -> MetricsEndpoint:
     try:
         from weightwire.metrics import MetricsEndpoint
-    except ImportError as error:
+    except ModuleNotFoundError as error:
         raise Failure(
             error, ENVIRONMENT,
             detail="--metrics-port needs prometheus_client, which is not installed",
@@ -237,6 +239,10 @@ def _cache_directory(text: str, unmaking: contextlib.ExitStack) -> Path:
     return directory
 
 
+class _Stopped(BaseException):
+    """A signal ends the server before it serves; not an Exception, so that nothing swallows it."""
+
+
 class _Stop:
     """Wait for a signal that ends the server.
 
@@ -244,6 +250,8 @@ class _Stop:
     between the last look at pending signals and the wait. A signal that is being ignored stays ignored: SIGINT in a
     shell's background jobs, SIGHUP under nohup.
     """
+
+    _raising = False
 
     def __init__(self) -> None:
         self.signals: list[int] = []
@@ -259,15 +267,31 @@ class _Stop:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> bool:
         signal.set_wakeup_fd(self._wakeup_before)
         for number, handler in self._before.items():
             signal.signal(number, handler)
         os.close(self._reader)
         os.close(self._writer)
+        return kind is _Stopped
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.signals.append(number)
+        if self._raising:
+            # Those that follow must not interrupt what is undone.
+            self._raising = False
+            raise _Stopped
+
+    @contextlib.contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Inside, where a name server may be waited for, a signal leaves the ``with`` block of this object at once."""
+        self._raising = True
+        try:
+            if self.signals:
+                raise _Stopped
+            yield
+        finally:
+            self._raising = False
 
     def wait(self, *, lifeline: bool) -> None:
         """Return at a signal, or with ``lifeline`` when stdin ends, as it does however its holder dies."""

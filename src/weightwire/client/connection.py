@@ -308,9 +308,9 @@ class Connection:
 
         For arrays (or any contiguous buffer) that are sent more than once, or are large. What cannot be pinned (over
         TCP, over the limit of locked memory) or would not be sent from where it is (a mapped file, which is read by
-        position) is sent as always: the result says so. Let
-        go of it with ``close`` or a ``with`` block; the buffer stays alive until then, or until the connection is
-        closed. `LoadProfile` counts what was sent either way.
+        position; big-endian numbers, which a push converts) is sent as always: the result says so. Let go of it with
+        ``close`` or a ``with`` block; the buffer stays alive until then, or until the connection is closed.
+        `LoadProfile` counts what was sent either way.
 
         ConfigError for what is no contiguous buffer of at least one byte, TransportError if the connection is closed.
         """

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from weightwire.client.connection import Connection
+from weightwire.client.layers import parse_layers
 from weightwire.config import shown
 from weightwire.errors import ConfigError, TransportError
+from weightwire.model.choosing import compile_include
 from weightwire.threads import start
 from weightwire.transport.address import format_endpoint, parse_endpoint
 
@@ -34,8 +36,8 @@ _TARGET: Final = 'such as Target("192.0.2.7:50052", layers="20-39")'
 @dataclass(frozen=True, slots=True)
 class Target:
     """A server, and what is for it: the tensors that ``include`` (a regular expression) and ``layers`` (``"20-39"``)
-    both choose, all of them where neither is given, for its ``device``. ConfigError for a wrong type, and for an
-    endpoint that cannot be read; what the other texts say is looked at when they are used.
+    both choose, all of them where neither is given, for its ``device``. ConfigError for a wrong type, an endpoint that
+    cannot be read, and what is no expression or no layers; whether a model has such tensors is found out with it.
     """
 
     endpoint: str
@@ -44,7 +46,7 @@ class Target:
     device: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse what is no text or number where one belongs."""
+        """Refuse what is no text or number where one belongs, and texts that say nothing."""
         for name in ("endpoint", "include", "layers"):
             value = getattr(self, name)
             if not isinstance(value, str) and (value is not None or name == "endpoint"):
@@ -52,6 +54,8 @@ class Target:
         if not isinstance(self.device, int) or isinstance(self.device, bool):
             raise ConfigError(f"target: device={reprlib.repr(self.device)} is not a whole number", hint=_TARGET)
         parse_endpoint(self.endpoint)
+        compile_include(self.include)
+        parse_layers(self.layers)
 
 
 def as_targets(targets: str | Target | Iterable[str | Target]) -> list[Target]:

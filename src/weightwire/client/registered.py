@@ -6,7 +6,7 @@ import errno
 import logging
 from typing import TYPE_CHECKING, Protocol, Self
 
-from weightwire.client.remote import bytes_of
+from weightwire.client.remote import big_endian, bytes_of
 from weightwire.errors import ConfigError, VerbsError
 from weightwire.model.mapped import lies_in_a_file
 from weightwire.transport.rdma import RdmaStream
@@ -21,6 +21,7 @@ __all__ = ["RegisteredMemory", "register"]
 _log = logging.getLogger(__name__)
 
 
+_CONVERTED = "its numbers are big-endian, so that what is sent is a converted copy"
 _IN_A_FILE = "it lies in a mapped file, which is read by position"
 
 
@@ -82,6 +83,8 @@ def register(stream: ByteStream, buffer: Data) -> RegisteredMemory:
         raise ConfigError("the buffer is empty", hint="there is nothing to pin, and nothing to be sent out of it")
     if not isinstance(stream, RdmaStream):
         return RegisteredMemory(view.nbytes, None, "the connection is on TCP")
+    if big_endian(buffer):
+        return RegisteredMemory(view.nbytes, None, _CONVERTED)
     if lies_in_a_file(view):
         return RegisteredMemory(view.nbytes, None, _IN_A_FILE)
     try:

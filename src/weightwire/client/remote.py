@@ -32,6 +32,7 @@ __all__ = [
     "Piece",
     "RemoteBuffer",
     "RemoteTensor",
+    "big_endian",
     "bytes_of",
     "describe",
     "pieces_of",
@@ -175,7 +176,11 @@ class RemoteTensor:
         return array
 
     def read_into(self, buffer: Data, offset: int = 0) -> None:
-        """Fill ``buffer`` (writable, contiguous) with the bytes from ``offset`` on. Raises as `read` does."""
+        """Fill ``buffer`` (writable, contiguous) with the bytes from ``offset`` on, which are little-endian.
+
+        Raises as `read` does, and ConfigError for a buffer of big-endian numbers, which they would not be.
+        """
+        _refuse_big_endian(buffer)
         view = bytes_of(buffer, writable=True)
         offset = whole("offset", offset)
         self._check_range(offset, view.nbytes)
@@ -207,10 +212,12 @@ class RemoteTensor:
     def write(self, data: Data, offset: int = 0) -> None:
         """Send ``data`` (any contiguous buffer) to byte ``offset`` of the tensor, never into the server's cache.
 
-        From protocol 2 on the server does not answer; `Connection.barrier` says when it has arrived. Raises
-        ConfigError for a range that is not inside the tensor; PeerClosed, TransferTimeout or TransportError if the
-        server is lost.
+        Its bytes are sent as they are: no type is converted, and numbers are little-endian. From protocol 2 on the
+        server does not answer; `Connection.barrier` says when it has arrived. Raises ConfigError for a range that is
+        not inside the tensor, and for big-endian numbers; PeerClosed, TransferTimeout or TransportError if the server
+        is lost.
         """
+        _refuse_big_endian(data)
         view = bytes_of(data)
         offset = whole("offset", offset)
         self._check_range(offset, view.nbytes)
@@ -308,6 +315,23 @@ def whole(name: str, value: object) -> int:
         except TypeError:
             pass
     raise ConfigError(f"{name}: {value!r} is not a whole number", hint="give an int")
+
+
+def big_endian(data: Data) -> bool:
+    """Whether ``data`` holds numbers in that order, which is never the wire's. A struct is bytes, as in a push."""
+    try:
+        with memoryview(data) as view:  # type: ignore[arg-type, unused-ignore]  # as in `bytes_of`
+            return view.format.startswith((">", "!"))
+    except (TypeError, ValueError):  # no buffer, or of a dtype that the buffer protocol has not
+        return str(getattr(getattr(data, "dtype", None), "str", "")).startswith(">")
+
+
+def _refuse_big_endian(data: Data) -> None:
+    if big_endian(data):
+        raise ConfigError(
+            "the buffer's numbers are big-endian, and a tensor's are little-endian",
+            hint="convert it first: array.astype(array.dtype.newbyteorder('<')); array.view(numpy.uint8) is its bytes",
+        )
 
 
 def bytes_of(data: Data, *, writable: bool = False) -> memoryview:

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import NamedTuple, Self
 
 from weightwire.errors import ModelError
-from weightwire.ranges import SYSCALL_MAX, FileRange
+from weightwire.ranges import SYSCALL_MAX, FileRange, model_closed
 
 __all__ = ["MAX_ELEMENTS", "Model", "ModelFile", "ModelTensor", "element_count", "refuse", "usable_name"]
 
@@ -34,8 +34,18 @@ _HINTS = {
 
 def refuse(error: OSError, path: str, operation: str) -> ModelError:
     """The ModelError for an operating system's refusal to ``operation`` (``"open"``, ``"read"``) ``path``."""
+    if error.errno == errno.EBADF:
+        return model_closed(path, doing=f"cannot {operation}")
     reason = os.strerror(error.errno) if error.errno else str(error)
     return ModelError(f"cannot {operation}: {reason}", path=path, hint=_HINTS.get(error.errno or 0, ""))
+
+
+def _link(path: str) -> str:
+    """Where the symbolic link ``path`` leads; empty if it is none."""
+    try:
+        return os.readlink(path)
+    except OSError:
+        return ""
 
 
 def element_count(ne: Iterable[int]) -> int | None:
@@ -95,6 +105,12 @@ class ModelFile:
             # O_NONBLOCK so that a FIFO is refused below rather than waited for; regular files ignore it.
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
+            if error.errno == errno.ENOENT and (target := _link(path)):
+                raise ModelError(
+                    f"cannot open: it is a link to {target}, which is not there",
+                    path=path,
+                    hint="fetch the model again, or correct the link",
+                ) from error
             raise refuse(error, path, "open") from error
         except ValueError as error:
             raise ModelError(f"cannot open: {error}", path=path) from error
@@ -170,7 +186,7 @@ class ModelFile:
         cannot set back, without a new name, mode or owner that would explain it.
         """
         if self.closed:
-            raise ModelError("the model is closed", path=self.path)
+            raise model_closed(self.path)
         try:
             status = os.fstat(self.fd)
         except OSError as error:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from weightwire.errors import ModelError
 from weightwire.model.base import ModelFile
-from weightwire.ranges import FileRange
+from weightwire.ranges import FileRange, model_closed
 
 __all__ = ["MappedFiles", "MappedRange", "lies_in_a_file", "reading", "written_through_mappings"]
 
@@ -54,7 +54,7 @@ class _Behind(ModelFile):
     def check_unchanged(self) -> None:
         """ModelError if the file no longer has the bytes that are wanted of it, or is closed."""
         if self.closed:
-            raise ModelError("the model is closed", path=self.path)
+            raise model_closed(self.path)
         status = os.fstat(self.fd)
         size = status.st_size
         if self.watched and (size, status.st_mtime_ns) != (self.size, self.mtime_ns) and size >= self.needed:

@@ -13,7 +13,7 @@ from weightwire.model.arrays import open_arrays
 from weightwire.model.base import Model, ModelFile, refuse
 from weightwire.model.gguf import MAGIC
 from weightwire.model.safetensors import INDEX_SUFFIX, open_safetensors, open_safetensors_index
-from weightwire.model.shards import ShardName, open_gguf
+from weightwire.model.shards import ShardName, open_gguf, shard_paths
 
 __all__ = ["open_model", "opened_model"]
 
@@ -65,7 +65,7 @@ def opened_model(source: _Source) -> Iterator[Model]:
 
 def _open_file(path: str) -> Model:
     # The content decides, not the name: the blobs of a download cache have no suffix.
-    file = ModelFile(path)
+    file = _opened_or_missing(path)
     try:
         start = file.read_at(0, min(9, file.size))
     finally:
@@ -78,6 +78,19 @@ def _open_file(path: str) -> Model:
         return open_safetensors(path)
     # Whatever it is, the GGUF walk can name it best.
     return open_gguf(path)
+
+
+def _opened_or_missing(path: str) -> ModelFile:
+    """The file at ``path``. A shard that is not there is told together with the others of its model."""
+    try:
+        return ModelFile(path)
+    except ModelError as error:
+        if isinstance(error.__cause__, FileNotFoundError) and not os.path.lexists(path):
+            try:
+                shard_paths(path)
+            except ModelError as missing:
+                raise missing from error.__cause__
+        raise
 
 
 def _model_in(folder: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from weightwire.errors import ModelError
-from weightwire.ranges import SYSCALL_MAX, FileRange
+from weightwire.ranges import SYSCALL_MAX, FileRange, check_open
 
 __all__ = ["read_bytes", "read_range"]
 
@@ -21,6 +21,7 @@ def read_range(payload: FileRange, position: int, into: memoryview) -> memoryvie
         try:
             count = os.preadv(payload.fd, [into[got : got + SYSCALL_MAX]], at)
         except OSError as error:
+            check_open(payload, error.errno, at)
             raise ModelError(f"cannot read: {error.strerror}", path=payload.path, offset=at) from error
         if count == 0:
             raise ModelError(

@@ -49,6 +49,8 @@ def shard_paths(path: str) -> list[str]:
         raise ModelError(f"the name says shard {shard.no} of {shard.total}", path=path, hint="shards count from 1")
     paths = [os.path.join(folder, shard.sibling(no)) for no in range(1, shard.total + 1)]
     missing = [each for each in paths if not os.path.lexists(each)]
+    if len(missing) == shard.total:
+        raise ModelError(f"none of the {shard.total} shards is there", path=path, hint="check the path")
     if missing:
         raise ModelError(
             f"{len(missing)} of {shard.total} shards missing, the first of them {os.path.basename(missing[0])}",

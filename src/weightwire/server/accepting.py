@@ -88,7 +88,10 @@ class Acceptor:
                 selector.register(listener, selectors.EVENT_READ, listener)
             complained = False
             while not self._stopped:
-                for key, _ in selector.select(self._patience()):
+                patience = self._patience()
+                if self._stopped:  # that may have waited for whoever closes all this
+                    break
+                for key, _ in selector.select(patience):
                     if self._stopped:
                         break
                     if key.data is None:

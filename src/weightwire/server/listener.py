@@ -31,7 +31,7 @@ from weightwire.transport.address import format_sockaddr
 from weightwire.transport.devices import check_environment
 from weightwire.transport.memory import available_memory
 from weightwire.transport.rdma import usable_address
-from weightwire.transport.tcp import TcpStream, listen_tcp
+from weightwire.transport.tcp import Address, TcpStream, listen_tcp, look_up
 from weightwire.transport.upgrade import WITHOUT, check_transport
 from weightwire.wire import CACHE_BIT, Greeting, described_version
 
@@ -139,16 +139,17 @@ class Server:
     def start(self) -> Self:
         """Listen, and accept clients on a thread of the server's own. Returns the server.
 
-        Raises TransportError where it cannot listen there, RdmaUnavailable where RDMA is required and cannot be had at
-        any of the addresses it would listen on, ConfigError if the cache's directory cannot be made, a variable of RDMA
-        cannot be used, or the server has been closed or was started by another process. Does nothing if it has been
-        started.
+        Raises TransportError where it cannot listen there, or no name server says within 30 seconds where that is;
+        RdmaUnavailable where RDMA is required and cannot be had at any of the addresses it would listen on; ConfigError
+        if the cache's directory cannot be made, a variable of RDMA cannot be used, or the server has been closed or was
+        started by another process. Does nothing if it has been started.
         """
         if self._elsewhere():
             raise ConfigError("this server runs in the process that started it", hint="make a new one after a fork")
+        # Without the lock: a name server may be waited for, and whoever closes the server meanwhile must not.
+        addresses = [] if self._closing or self._started else look_up(self._host, self._port)
         with self._lock:
-            if self._closing:
-                raise ConfigError("this server has been closed", hint="make a new one")
+            self._check_open()
             if self._started:
                 return self
             if self._transport != "tcp":
@@ -159,13 +160,23 @@ class Server:
                     cache = TensorCache(cache, verify=self._cache_verify)
                     undo.callback(cache.unmake)
                 self._prepare(cache)
-                self._listen()
-                undo.pop_all()
-            self._ledger.begin(cache)
-            self._started = True
-            self._process = os.getpid()
+                self._listen(addresses)
+                made = undo.pop_all()
+            closed = self._closing  # by a signal handler, in the midst of this
+            if not closed:
+                self._ledger.begin(cache)
+                self._started = True
+                self._process = os.getpid()
+        if closed:
+            with made:
+                self._end(dict(self._sessions), self._waiting.everybody(), time.monotonic() + _JOIN_SECONDS)
+                self._check_open()
         logger.info("serving protocol %s on %s", self._greeting.text, ", ".join(self._endpoints))
         return self
+
+    def _check_open(self) -> None:
+        if self._closing:
+            raise ConfigError("this server has been closed", hint="make a new one")
 
     def _prepare(self, cache: TensorCache | None) -> None:
         make_saver = Saver if self._optimized else PlainSaver
@@ -189,9 +200,9 @@ class Server:
             optimized=self._optimized,
         )
 
-    def _listen(self) -> None:
+    def _listen(self, addresses: list[Address]) -> None:
         acceptor = Acceptor(
-            listen_tcp(self._host, self._port),
+            listen_tcp(self._host, self._port, addresses),
             admit=self._admit,
             failed=self._failed,
             patience=self._patience,

@@ -16,7 +16,7 @@ from weightwire.errors import ConfigError, TransferTimeout, TransportError
 from weightwire.threads import start
 from weightwire.transport.address import format_endpoint, format_sockaddr, parse_endpoint
 
-__all__ = ["TcpStream", "connect_tcp", "listen_tcp"]
+__all__ = ["Address", "TcpStream", "connect_tcp", "listen_tcp", "look_up"]
 
 BACKLOG: Final = 128
 PORT_ATTEMPTS: Final = 16
@@ -26,6 +26,10 @@ KEEPALIVE_INTERVAL: Final = 15
 KEEPALIVE_PROBES: Final = 4
 # Longest wait between two looks at pending signals, in seconds.
 SLICE: Final = 0.2
+# How long the name of a host to listen on may take, in seconds: as long as a client waits unless told otherwise.
+LOOKUP_TIMEOUT: Final = 30.0
+
+_NO_ANSWER: Final = "is the name server reachable? an address needs none"
 
 Address = tuple[int, int, int, str, tuple[str, int] | tuple[str, int, int, int] | tuple[int, bytes]]
 
@@ -71,7 +75,13 @@ def connect_tcp(endpoint: str, timeout: float | None) -> TcpStream:
     started = time.monotonic()
     deadline = None if timeout is None else started + timeout
     failures: list[tuple[str, OSError]] = []
-    addresses = _resolve(host, port, name, started, deadline)
+    try:
+        addresses = _resolve(host, port, name, deadline)
+    except _TooLong as error:
+        elapsed = time.monotonic() - started
+        raise TransferTimeout(
+            f"looking up {host} took longer than {elapsed:.1f} s", phase="connect", elapsed=elapsed, hint=_NO_ANSWER
+        ) from error
     for index, address in enumerate(addresses):
         share = deadline
         if deadline is not None:
@@ -98,11 +108,12 @@ def connect_tcp(endpoint: str, timeout: float | None) -> TcpStream:
     )
 
 
-def listen_tcp(host: str, port: int) -> list[socket.socket]:
-    """Listening sockets on every address ``host`` has: a name, or an address, with or without brackets.
+def look_up(host: str, port: int) -> list[Address]:
+    """The addresses for `listen_tcp`, of a host as it takes one.
 
-    ``port`` 0 takes a free one, the same for all of them. Raises ``ConfigError`` for a port out of range or a host that
-    is none (an empty one too), ``TransportError`` where an address cannot be had; nothing stays open then.
+    Raises as that does: ``ConfigError`` for a port out of range or a host that is none (an empty one too),
+    ``TransportError`` for a name that nobody knows, or that is not looked up within `LOOKUP_TIMEOUT` seconds. What a
+    signal handler raises meanwhile is passed on.
     """
     if not 0 <= port <= 65535:
         raise ConfigError(f"port {port} is not 0 to 65535")
@@ -112,9 +123,23 @@ def listen_tcp(host: str, port: int) -> list[socket.socket]:
         raise ConfigError(f"host to listen on: {error}") from None
     name = format_endpoint(host, port)
     try:
-        addresses = _addresses(host, port)
-    except (OSError, UnicodeError) as error:
-        raise _no_address(name, error) from error
+        return _resolve(host, port, name, time.monotonic() + LOOKUP_TIMEOUT)
+    except _TooLong as error:
+        raise TransportError(
+            f"cannot listen on {name}: looking it up took longer than {LOOKUP_TIMEOUT:.1f} s",
+            endpoint=name, operation="getaddrinfo", errno=errno.ETIMEDOUT, hint=_NO_ANSWER,
+        ) from error  # fmt: skip
+
+
+def listen_tcp(host: str, port: int, addresses: list[Address] | None = None) -> list[socket.socket]:
+    """Listening sockets on every address ``host`` has: a name, or an address, with or without brackets.
+
+    ``port`` 0 takes a free one, the same for all of them. ``addresses`` are those of a `look_up` before. Raises
+    ``ConfigError`` for a port out of range or a host that is none, ``TransportError`` where an address cannot be had;
+    nothing stays open then.
+    """
+    if addresses is None:
+        addresses = look_up(host, port)
     attempts = 1 if port else PORT_ATTEMPTS
     while True:
         attempts -= 1
@@ -137,12 +162,21 @@ def _configure(sock: socket.socket) -> None:
 
 
 def _addresses(host: str, port: int, flags: int = 0) -> list[Address]:
-    found: list[Address] = list(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags))
+    # Given as bytes, a name needs no codec, whose tables are not there to be loaded where memory is short.
+    asked: str | bytes = host.encode("ascii") if host.isascii() else host
+    found: list[Address] = list(socket.getaddrinfo(asked, port, type=socket.SOCK_STREAM, flags=flags))
     return list(dict.fromkeys(found))
 
 
-def _resolve(host: str, port: int, name: str, started: float, deadline: float | None) -> list[Address]:
-    """The addresses of a host: ``getaddrinfo`` knows no deadline, so names are looked up on a thread one can leave."""
+class _TooLong(Exception):
+    """A name was not looked up in time."""
+
+
+def _resolve(host: str, port: int, name: str, deadline: float | None) -> list[Address]:
+    """The addresses of a host: ``getaddrinfo`` knows no deadline, so names are looked up on a thread one can leave.
+
+    Raises _TooLong at the ``deadline``, TransportError for a name that nobody knows.
+    """
     try:
         return _addresses(host, port, socket.AI_NUMERICHOST)
     except (OSError, UnicodeError):
@@ -160,11 +194,7 @@ def _resolve(host: str, port: int, name: str, started: float, deadline: float | 
     while thread.is_alive():
         left = SLICE if deadline is None else min(SLICE, deadline - time.monotonic())
         if left <= 0:
-            elapsed = time.monotonic() - started
-            raise TransferTimeout(
-                f"looking up {host} took longer than {elapsed:.1f} s",
-                phase="connect", elapsed=elapsed, hint="is the name server reachable? an address needs none",
-            )  # fmt: skip
+            raise _TooLong
         thread.join(left)
     found = answer[0]
     if isinstance(found, list):

@@ -105,6 +105,23 @@ def test_a_path_that_is_not_there(invoke, target: str, tmp_path: Path, monkeypat
     assert ran.json["error"]["path"] == target
 
 
+def test_a_shard_that_is_not_there(invoke, tmp_path: Path) -> None:
+    other, missing = (tmp_path / f"m-0000{number}-of-00002.gguf" for number in (1, 2))
+    invoke("info", str(missing)).failed(2, "none of the 2 shards", str(tmp_path / "m-00002-of-00002.gguf"))
+    other.touch()
+    for path in (other, missing):
+        other.write_bytes(b"GGUF")
+        ran = invoke("info", str(path), "--json").failed(2, "1 of 2 shards missing", f"{missing.name}\n", "one folder")
+        assert ran.json["error"]["path"] == str(missing)
+
+
+def test_a_link_that_leads_nowhere(invoke, tmp_path: Path) -> None:
+    for name in ("m.gguf", "m-00001-of-00001.gguf"):
+        link = tmp_path / name
+        link.symlink_to("../blobs/gone")
+        invoke("info", str(link)).failed(2, f"{link}: cannot open: it is a link to ../blobs/gone, which is not there")
+
+
 def test_neither_file_nor_endpoint(invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     invoke("info", "a:b:c").failed(2, "neither", "hint:")

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import click
 import pytest
@@ -18,6 +19,7 @@ from weightwire import client, errors
 from weightwire.cli import main
 from weightwire.cli import root as root_module
 from weightwire.cli.failures import Failure, as_failure
+from weightwire.cli.output import printable
 from weightwire.cli.root import root
 
 pytestmark = pytest.mark.timeout(120)
@@ -134,6 +136,66 @@ def test_each_error_has_its_exit_code_and_its_facts(
         assert told[fact] == getattr(error, fact)
 
 
+SEGMENT = "/lib/blake3.so: failed to map segment from shared object"
+TLS = "/lib/x.so: cannot allocate memory in static TLS block"
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (MemoryError(), "not enough memory"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "not enough memory"),
+        (ImportError(SEGMENT), SEGMENT),
+        (ImportError(f"PLEASE READ THIS\n\nOriginal error was: {SEGMENT}\n"), f"(Original error was: {SEGMENT})"),
+        (ImportError("libm.so: cannot create shared object descriptor: Cannot allocate memory"), "libm.so"),
+        (LookupError("unknown encoding: idna"), "unknown encoding: idna"),
+    ],
+)
+def test_memory_that_is_short_is_no_defect(
+    invoke, monkeypatch: pytest.MonkeyPatch, error: Exception, words: str
+) -> None:
+    def connect(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(client, "connect", connect)
+    ran = invoke("info", "host:1", "--json").failed(3, "not enough memory", words, "ulimit -v")
+    assert "defect" not in ran.err
+    assert ran.json["error"]["type"] == "MemoryError"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ImportError("cannot import name 'x' from 'y'"),
+        ImportError(TLS),
+        ImportError(f"{SEGMENT}: Operation not permitted"),
+        LookupError("unknown tensor"),
+        KeyError("unknown encoding"),
+    ],
+)
+def test_other_errors_of_these_kinds_are_not_about_memory(error: Exception) -> None:
+    assert as_failure(error).kind == "InternalError"
+
+
+@pytest.mark.parametrize("raised", [f"ImportError({SEGMENT!r})", "MemoryError()"])
+def test_memory_that_is_too_short_for_the_verbs_to_be_loaded(raised: str) -> None:
+    program = f"""
+import sys
+class Short:
+    def find_spec(self, name, path=None, target=None):
+        if name == "weightwire.cli.root":
+            raise {raised}
+sys.meta_path.insert(0, Short())
+from weightwire.cli import main
+main()
+"""
+    ran = subprocess.run([sys.executable, "-c", program, "info", "host:1"], capture_output=True, text=True)
+    assert (ran.returncode, ran.stdout) == (3, "")
+    error, hint = ran.stderr.splitlines()
+    assert error.startswith("weightwire: error: this machine has not enough memory")
+    assert hint.startswith("weightwire: hint: ")
+
+
 def test_every_class_of_error_is_covered() -> None:
     covered = {type(error).__name__ for error, _, _ in CASES}
     assert set(errors.__all__) <= covered
@@ -145,8 +207,32 @@ def test_the_hint_has_a_line_of_its_own_and_text_cannot_break_lines(invoke, monk
 
     monkeypatch.setattr(client, "connect", connect)
     ran = invoke("info", "host:1")
-    assert ran.err == "weightwire: error: first second \\x1b[2J\nweightwire: hint: do this\n"
+    assert ran.err == "weightwire: error: first\\nsecond \\x1b[2J\nweightwire: hint: do\\nthis\n"
     assert ran.out == ""
+
+
+@pytest.mark.parametrize("name", ["m\n.gguf", "a  b.gguf", " m.gguf", "m\t\x1b.gguf"])
+@pytest.mark.parametrize("verb", ["info", "hash"])
+def test_a_path_is_shown_in_an_error_as_in_a_result(invoke, tmp_path: Path, verb: str, name: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(b"GGUF")
+    invoke(verb, str(path)).failed(2, f"weightwire: error: {printable(str(path))} at byte ")
+    path.unlink()
+    invoke(verb, str(path)).failed(2, f"weightwire: error: {printable(str(path))}: ")
+
+
+def test_a_logged_message_is_one_line(invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    def connect(*_: object, **__: object) -> None:
+        logging.getLogger("weightwire.client").warning("%s: cannot be kept", "m\n\x1b  .gguf")
+        raise errors.TransportError("x")
+
+    monkeypatch.setattr(client, "connect", connect)
+    first, *_ = invoke("info", "host:1").err.splitlines()
+    assert first.endswith("WARNING weightwire.client: m\\n\\x1b  .gguf: cannot be kept")
+
+
+def test_a_defect_in_many_lines_is_told_in_one() -> None:
+    assert as_failure(RuntimeError("a\n  defect")).detail == "internal error: RuntimeError: a defect"
 
 
 def test_a_traceback_only_when_asked_for(invoke, monkeypatch: pytest.MonkeyPatch) -> None:

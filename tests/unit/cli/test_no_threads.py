@@ -53,6 +53,7 @@ def is_the_systems(error: Exception) -> bool:
     failure = as_failure(error)
     assert "can't start new thread" in failure.detail
     assert "ulimit -u" in failure.hint
+    assert "ulimit -v" in failure.hint
     return failure.code == ENVIRONMENT
 
 

@@ -70,6 +70,38 @@ def test_another_signal_ends_it_in_order_too(spawn, finish, number: signal.Signa
     assert "Traceback" not in ran.err
 
 
+@pytest.mark.parametrize("option", ["--host", "--metrics-host"])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
+def test_a_signal_is_heard_while_a_name_is_looked_up(tmp_path: Path, option: str, number: int, code: int) -> None:
+    program = """
+import socket, sys, threading
+right = socket.getaddrinfo
+def getaddrinfo(host, port, *rest, flags=0, **named):
+    if host not in ("slow", b"slow"):
+        return right(host, port, *rest, flags=flags, **named)
+    if flags & socket.AI_NUMERICHOST:
+        raise socket.gaierror(socket.EAI_NONAME, "not a number")
+    print("asked", flush=True)
+    threading.Event().wait()
+socket.getaddrinfo = getaddrinfo
+from weightwire.cli import main
+main()
+"""
+    words = ["serve", "--port", "0", "--metrics-port", "0", "--cache", str(tmp_path / "cache"), option, "slow"]
+    with subprocess.Popen(
+        [sys.executable, "-c", program, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert endpoint_of(process) == "asked"
+            process.send_signal(number)
+            out, err = process.communicate(timeout=20)
+        finally:
+            process.kill()
+    assert (out, process.returncode) == ("", code)
+    assert "Traceback" not in err
+    assert not (tmp_path / "cache").exists()
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP], ids=["a shell's background job", "nohup"])
 def test_what_was_ignored_stays_ignored(spawn, finish, number: signal.Signals) -> None:
     process = spawn("serve", "--port", "0", preexec_fn=lambda: signal.signal(number, signal.SIG_IGN))

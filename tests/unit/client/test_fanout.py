@@ -155,13 +155,29 @@ def test_one_that_fails_stops_no_other(no_leaks: LeakCheck, servers, model: Path
     assert all(each.connection is None or each.connection.closed for each in pushed)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"layers": "x"}, "layers"),
+        ({"layers": "9-2"}, "layers"),
+        ({"layers": ""}, "layers"),
+        ({"include": "("}, "regular expression"),
+        ({"device": "0"}, "device"),
+    ],
+)
+def test_a_target_that_cannot_be_is_refused_when_it_is_made(wrong: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says) as caught:
+        Target("h", **wrong)
+    assert caught.value.hint
+
+
 def test_what_cannot_be_is_said_before_anybody_is_connected_to(
     servers, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     endpoint = servers[0].endpoints[0]
     for targets in (
         [], [endpoint, endpoint], [5], None, 5, b"h:1", ["a:b:c"],
-        [Target(endpoint, include="nosuch")], [Target("h", "(")],
+        [Target(endpoint, include="nosuch")], [Target(endpoint, layers="77")],
     ):  # fmt: skip
         with pytest.raises(ConfigError):
             push_all(model, targets)

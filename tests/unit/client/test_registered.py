@@ -146,6 +146,15 @@ def test_any_dtype(connection: Connection, server: Server, dtype: Any) -> None:
     assert bytes(pushed["a"].read()) == array.tobytes()
 
 
+def test_big_endian_numbers_are_sent_as_a_copy_and_so_not_pinned(connection: Connection, server: Server) -> None:
+    array = np.arange(100_000, dtype=">f4")
+    with connection.register(array) as memory:
+        assert not memory.pinned
+        assert "big-endian" in memory.reason
+        pushed = connection.push({"a": array}, verify=True)
+    np.testing.assert_array_equal(pushed["a"].numpy(), array)
+
+
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [

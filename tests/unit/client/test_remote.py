@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import struct
@@ -295,6 +296,38 @@ def test_any_dtype_is_written_as_its_bytes(connection: Connection, dtype: object
     assert into.tobytes() == array.tobytes()
     with pytest.raises(ConfigError, match="not contiguous"):
         tensor.write(array[::2])
+
+
+@pytest.mark.parametrize(
+    "buffer",
+    [
+        np.arange(4, dtype=">f4"),
+        np.arange(4).astype(">M8[s]"),
+        np.arange(2, dtype=">c8"),
+        np.arange(4, dtype="<f4").astype(">f4").data,
+        (ctypes.c_uint16.__ctype_be__ * 4)(1, 2, 3, 4),
+    ],
+    ids=["f4", "M8", "c8", "memoryview", "ctypes"],
+)
+def test_big_endian_numbers_are_refused_rather_than_taken_for_others(
+    connection: Connection, server: StandIn, buffer: Any
+) -> None:
+    tensor = connection.allocate(4096).tensor("t", "i8", (128,))
+    for call in (tensor.write, tensor.read_into):
+        with pytest.raises(ConfigError, match="big-endian") as caught:
+            call(buffer)
+        assert "astype" in caught.value.hint
+    assert not server.of(6)
+    bare = np.asarray(buffer).view(np.uint8)
+    tensor.write(bare)
+    assert tensor.read(0, bare.nbytes).tobytes() == bare.tobytes()
+
+
+def test_what_has_no_byte_order_and_structs_are_bytes(connection: Connection) -> None:
+    tensor = connection.allocate(4096).tensor("t", "i8", (128,))
+    for array in (np.arange(4, dtype=">u1"), np.array([b"ab"]), np.array([(1, 2)], [("a", ">f4"), ("b", ">u2")])):
+        tensor.write(array)
+        assert tensor.read(0, array.nbytes).tobytes() == array.tobytes()
 
 
 def test_objects_are_no_bytes(connection: Connection) -> None:

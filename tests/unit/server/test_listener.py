@@ -50,6 +50,60 @@ def test_a_port_that_is_taken(no_leaks: LeakCheck) -> None:
         second.close()
 
 
+def test_it_can_be_closed_while_a_name_is_looked_up(monkeypatch: pytest.MonkeyPatch, no_leaks: LeakCheck) -> None:
+    asked, answer = threading.Event(), threading.Event()
+
+    def getaddrinfo(*_: Any, flags: int = 0, **__: Any) -> Any:
+        if flags & socket.AI_NUMERICHOST:
+            raise socket.gaierror(socket.EAI_NONAME, "not a number")
+        asked.set()
+        assert answer.wait(60)
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    server = Server("slow", port=0)
+    raised: list[Exception] = []
+
+    def start() -> None:
+        try:
+            server.start()
+        except Exception as error:
+            raised.append(error)
+
+    starting = threading.Thread(target=start)
+    starting.start()
+    assert asked.wait(20)
+    closing = threading.Thread(target=server.close)
+    closing.start()
+    closing.join(20)
+    waits = closing.is_alive()
+    answer.set()
+    starting.join(20)
+    closing.join(20)
+    assert not waits
+    assert isinstance(raised[0], ConfigError)
+    assert "closed" in raised[0].detail
+    assert server.endpoints == ()
+
+
+@pytest.mark.parametrize("when", ["look_up", "listen_tcp", "available_memory"])
+def test_a_signal_handler_that_closes_it_while_it_starts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any, no_leaks: LeakCheck, when: str
+) -> None:
+    server = Server(port=0, cache=tmp_path / "cache")
+    right = getattr(listener, when)
+
+    def interrupted(*arguments: Any) -> Any:
+        found = right(*arguments)
+        server.close()
+        return found
+
+    monkeypatch.setattr(listener, when, interrupted)
+    with pytest.raises(ConfigError, match="closed"):
+        server.start()
+    assert not (tmp_path / "cache").exists()
+
+
 def test_a_cache_directory_that_cannot_be_made(tmp_path: Any, no_leaks: LeakCheck) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(ConfigError, match="cache directory"):

@@ -217,7 +217,9 @@ def test_a_dead_address_leaves_time_for_a_live_one(monkeypatch: pytest.MonkeyPat
         connect_tcp(f"many:{full}", 4.0).close()
 
 
-def test_a_name_server_that_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A name server that never answers."""
     release = threading.Event()
 
     def getaddrinfo(*_: Any, flags: int = 0, **__: Any) -> Any:
@@ -228,11 +230,42 @@ def test_a_name_server_that_never_answers(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(tcp.socket, "getaddrinfo", getaddrinfo)
     before = threading.active_count()
-    with pytest.raises(TransferTimeout, match="looking up slow") as caught:
-        connect_tcp("slow", 0.1)
-    assert caught.value.phase == "connect"
+    yield
     release.set()
     for thread in threading.enumerate():
         if thread.name.startswith("weightwire-resolve"):
             thread.join(20)
     assert threading.active_count() <= before
+
+
+@pytest.mark.usefixtures("silent")
+def test_a_name_server_that_never_answers() -> None:
+    with pytest.raises(TransferTimeout, match="looking up slow") as caught:
+        connect_tcp("slow", 0.1)
+    assert caught.value.phase == "connect"
+    assert "name server" in caught.value.hint
+
+
+@pytest.mark.usefixtures("silent")
+def test_a_name_server_that_never_answers_whoever_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp, "LOOKUP_TIMEOUT", 0.1)
+    with pytest.raises(TransportError, match="cannot listen on slow:1: looking it up took longer") as caught:
+        listen_tcp("slow", 1)
+    assert (caught.value.operation, caught.value.errno) == ("getaddrinfo", errno.ETIMEDOUT)
+    assert "name server" in caught.value.hint
+
+
+@pytest.mark.parametrize(("host", "asked"), [("here.example", b"here.example"), ("hä.example", "hä.example")])
+def test_a_name_in_ascii_needs_no_codec(monkeypatch: pytest.MonkeyPatch, host: str, asked: str | bytes) -> None:
+    """The tables of that for international names take memory, and where it is short are reported as missing."""
+    heard: list[str | bytes] = []
+
+    def getaddrinfo(name: str | bytes, *_: Any, **__: Any) -> Any:
+        heard.append(name)
+        raise socket.gaierror(socket.EAI_NONAME, "nobody knows")
+
+    monkeypatch.setattr(tcp.socket, "getaddrinfo", getaddrinfo)
+    for call in (lambda: connect_tcp(f"{host}:1", 20.0), lambda: listen_tcp(host, 1)):
+        with pytest.raises(TransportError, match="nobody knows"):
+            call()
+    assert heard == [asked] * 4
