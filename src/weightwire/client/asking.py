@@ -41,10 +41,10 @@ class _Question:
 class Questions:
     """Which of the tensors numbered ``cached`` the server has filled from its cache.
 
-    How far ahead is asked depends on the tensors and answers alone: at first two of them, then up to `WINDOW_TENSORS` and
-    `WINDOW_BYTES` (after a hit two, however large, as far as so many bytes may be in flight), and more only when half of
-    that is used up. So the order on the wire does not depend on how fast
-    anything is. With ``probe``, the first and last bytes are made wrong before the question and read back behind it:
+    How far ahead is asked depends on the tensors and answers alone: at first two of them, then up to `WINDOW_TENSORS`
+    and `WINDOW_BYTES` (after a hit two, however large, as far as so many bytes may be in flight), and more only when
+    half of that is used up. So the order on the wire does not depend on how fast anything is. With ``probe``, the first
+    and last bytes are made wrong before the question and read back behind it:
     a server that fills a tensor from a file that is too short says that it has filled it. ``doubt`` is told the names
     of tensors that were filled wrongly.
     """
@@ -171,8 +171,8 @@ class Questions:
         while self._asked < len(self._cached):
             nbytes = self._placed[self._cached[self._asked]].nbytes
             ahead = self._asked - position
-            # While hits follow each other the next one's question is on its way with this one's, however large they are.
-            # Otherwise bytes would wait for the hash of what comes after them.
+            # While hits follow each other two questions are on their way, however large the tensors are. Otherwise
+            # bytes would wait for the hash of what comes after them.
             most = max(self._bytes, self._feed.in_flight) if ahead == 1 and self._last_hit else self._bytes
             if ahead > 0 and (ahead >= self._target or self._asked_bytes + nbytes > most):
                 break
