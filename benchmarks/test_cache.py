@@ -19,11 +19,11 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from harness.cached import CachedPeer, State, file_system
+from harness.cached import CachedPeer, State, cached_rounds, file_system, push_options
 from harness.models import file_ranges, full_cache
 from harness.network import LOOPBACK, Network
 from harness.pushing import PushingPeer
-from harness.rounds import Rounds, record, settle, side_by_side, split
+from harness.rounds import Rounds, record, split
 from harness.socket_pair import SocketPairPeer
 from harness.stock_pair import StockPeer
 from pytest_benchmark.fixture import BenchmarkFixture
@@ -48,13 +48,6 @@ def network(request: pytest.FixtureRequest, cache_model: Path) -> Network:
         pytest.skip("the shaped network has this shape with --every-shape only")
     shaped: Network = request.getfixturevalue("shaped")
     return shaped
-
-
-def push_options(state: State, index: Path) -> dict[str, object]:
-    """How weightwire's client pushes in a state, with its index in a folder of its own."""
-    if state is State.NONE:
-        return {"cache": "never"}
-    return {"cache": "auto", "index": str(index / "index.sqlite3")}
 
 
 @pytest.mark.bench
@@ -98,27 +91,12 @@ def test_cache(
         # The most that this network does, the same in every state.
         others.append(CachedPeer(bare, {}, State.NONE))
     nbytes = bare.nbytes
-    taken = Rounds(nbytes)
 
-    def before(peer: CachedPeer) -> None:
-        peer.prepare()
-        settle(nbytes)
+    def warmed_up() -> None:
+        for kept in (ours.profiles, ours.processor, stock.processor):
+            kept.clear()
 
-    for peer in (subject, *others):  # warm-up: page cache, allocators, the congestion window
-        before(peer)
-        peer.round()
-        peer.finish()
-    for kept in (ours.profiles, ours.processor, stock.processor, subject.late):
-        kept.clear()
-    side_by_side(
-        benchmark,
-        subject,
-        others,
-        rounds,
-        before=before,
-        run=lambda peer: taken.add(peer.name, peer.round()),
-        after=CachedPeer.finish,
-    )
+    taken = cached_rounds(benchmark, subject, others, nbytes, rounds, warmed_up)
 
     record(
         benchmark,

@@ -18,11 +18,11 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from harness.cached import CachedPeer, State, file_system
+from harness.cached import CachedPeer, State, cached_rounds, file_system, push_options
 from harness.fanout import FanOutPeer
 from harness.models import Share, by_layers, first_blocks, write_random
 from harness.network import LOOPBACK, Network
-from harness.rounds import Rounds, record, settle, side_by_side, split
+from harness.rounds import record, split
 from harness.socket_pair import SocketPairsPeer
 from harness.stock_pair import StockPeers
 from pytest_benchmark.fixture import BenchmarkFixture
@@ -58,13 +58,6 @@ def networks(request: pytest.FixtureRequest) -> tuple[Network, ...]:
         return (LOOPBACK,) * len(SERVERS)
     shaped: tuple[Network, ...] = request.getfixturevalue("shaped_to_two")
     return shaped
-
-
-def push_options(state: State, index: Path) -> dict[str, object]:
-    """How weightwire's client pushes in a state, with its index in a folder of its own."""
-    if state is State.NONE:
-        return {"cache": "never"}
-    return {"cache": "auto", "index": str(index / "index.sqlite3")}
 
 
 @pytest.mark.bench
@@ -119,29 +112,14 @@ def test_split(
         stack.callback(bare.close)
         others.append(CachedPeer(bare, {}, State.NONE))
     nbytes = sum(share.nbytes for share in shares)
-    taken = Rounds(nbytes)
-
-    def before(peer: CachedPeer) -> None:
-        peer.prepare()
-        settle(nbytes)
-
     ours.check = stock.check = True
-    for peer in (subject, *others):  # warm-up: page cache, allocators, the congestion window
-        before(peer)
-        peer.round()
-        peer.finish()
-    ours.check = stock.check = False
-    for kept in (ours.profiles, ours.processor, stock.processor, subject.late):
-        kept.clear()
-    side_by_side(
-        benchmark,
-        subject,
-        others,
-        rounds,
-        before=before,
-        run=lambda peer: taken.add(peer.name, peer.round()),
-        after=CachedPeer.finish,
-    )
+
+    def warmed_up() -> None:
+        ours.check = stock.check = False
+        for kept in (ours.profiles, ours.processor, stock.processor):
+            kept.clear()
+
+    taken = cached_rounds(benchmark, subject, others, nbytes, rounds, warmed_up)
 
     record(
         benchmark,

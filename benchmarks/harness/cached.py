@@ -6,11 +6,15 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from harness.rounds import Peer
+from harness.rounds import Peer, Rounds, settle, side_by_side
+
+if TYPE_CHECKING:
+    from pytest_benchmark.fixture import BenchmarkFixture
 
 _ENTRY = re.compile(r"[0-9a-f]{16}", re.ASCII)
 _PATIENCE = 120
@@ -112,6 +116,49 @@ class CachedPeer:
                         f"{len(expected)} of {sum(expected.values())}"
                     )
                 time.sleep(0.002)
+
+
+def push_options(state: State, index: Path) -> dict[str, object]:
+    """How weightwire's client pushes in a ``state``, with its index in the folder ``index``."""
+    if state is State.NONE:
+        return {"cache": "never"}
+    return {"cache": "auto", "index": str(index / "index.sqlite3")}
+
+
+def cached_rounds(
+    benchmark: BenchmarkFixture,
+    subject: CachedPeer,
+    others: Sequence[CachedPeer],
+    nbytes: int,
+    rounds: int,
+    warmed_up: Callable[[], object],
+) -> Rounds:
+    """What each peer took in every round, after one of each that does not count; between them ``warmed_up`` is called.
+
+    Each round begins in the peer's state, with memory that is warm for ``nbytes``.
+    """
+    taken = Rounds(nbytes)
+
+    def before(peer: CachedPeer) -> None:
+        peer.prepare()
+        settle(nbytes)
+
+    for peer in (subject, *others):  # the page cache, allocators, the congestion window
+        before(peer)
+        peer.round()
+        peer.finish()
+    subject.late.clear()
+    warmed_up()
+    side_by_side(
+        benchmark,
+        subject,
+        others,
+        rounds,
+        before=before,
+        run=lambda peer: taken.add(peer.name, peer.round()),
+        after=CachedPeer.finish,
+    )
+    return taken
 
 
 def entries(directory: Path) -> dict[str, int]:
