@@ -28,7 +28,7 @@ except ModuleNotFoundError as error:  # no other: one that is there and cannot b
     ) from error
 
 from weightwire import __version__
-from weightwire.threads import begin, start
+from weightwire.threads import Thread, start
 from weightwire.transport.address import format_endpoint
 from weightwire.transport.tcp import listen_tcp
 
@@ -126,7 +126,7 @@ class MetricsEndpoint:
         registry = CollectorRegistry()
         registry.register(ServerCollector(server))
         self._listeners: list[_Listener] = []
-        self._threads: list[threading.Thread] = []
+        self._threads: list[Thread] = []
         self._lock = threading.Lock()
         self._process = os.getpid()
         sockets = listen_tcp(host, port)
@@ -137,9 +137,7 @@ class MetricsEndpoint:
             for listening in sockets:
                 self._listeners.append(_Listener(listening, registry))
             for listener in self._listeners:
-                thread = threading.Thread(
-                    target=listener.serve_forever, args=(_POLL,), name="weightwire-metrics", daemon=True
-                )
+                thread = Thread(target=listener.serve_forever, args=(_POLL,), name="weightwire-metrics", daemon=True)
                 start(thread)
                 self._threads.append(thread)
         except BaseException:
@@ -208,7 +206,7 @@ class _Listener(HTTPServer):
         self.socket.setblocking(False)
         self.server_name, self.server_port = name[:2]
         self._lock = threading.Lock()
-        self._scrapes: dict[Any, threading.Thread] = {}
+        self._scrapes: dict[Any, Thread] = {}
 
     def get_request(self) -> tuple[Any, Any]:
         """A connection; it blocks, unlike the socket it came from."""
@@ -225,9 +223,7 @@ class _Listener(HTTPServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Answer on a thread of its own, unless there are too many."""
-        thread = threading.Thread(
-            target=self._answer, args=(request, client_address), name="weightwire-scrape", daemon=True
-        )
+        thread = Thread(target=self._answer, args=(request, client_address), name="weightwire-scrape", daemon=True)
         with self._lock:
             room = len(self._scrapes) < _MAX_SCRAPES
             if room:
@@ -237,7 +233,7 @@ class _Listener(HTTPServer):
             self.shutdown_request(request)
             return
         try:
-            begin(thread)
+            thread.start()
         except RuntimeError:
             with self._lock:
                 del self._scrapes[request]

@@ -1,62 +1,120 @@
-"""Starting threads: not to be interrupted, and where the system gives no more of them, that is its refusal and not a
-defect of ours.
-"""
+"""Threads whose start and join a signal's handler may interrupt, and what is said where the system gives no more."""
 
 from __future__ import annotations
 
 import errno
+import os
 import signal
 import threading
-from typing import Final
+import time
+from collections.abc import Callable
+from typing import Any, Final
 
 from weightwire.errors import TransportError
 
-__all__ = ["NO_THREAD", "begin", "start"]
+__all__ = ["NO_THREAD", "Thread", "start"]
 
 NO_THREAD: Final = "pthread_create"
 """The ``operation`` of such an error."""
 
-
 _HEARD: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_MOMENT: Final = 1.0
+_LOOK: Final = 0.05
 
 
-def begin(thread: threading.Thread) -> None:
-    """Start ``thread``. What a signal's handler raises comes when it has been started, and not in the middle, where it
-    would leave a lock taken that the new thread waits for. RuntimeError as of `threading.Thread.start`.
+class Thread(threading.Thread):
+    """A thread of which Ctrl-C, whenever it comes, leaves a true picture.
+
+    `threading.Thread` has two gaps: an interrupted start may leave a lock taken that the new thread waits for, and up
+    to Python 3.12 an interrupted join takes a thread that is at work for one that has ended.
     """
-    if threading.current_thread() is not threading.main_thread():
-        thread.start()  # handlers run on the main thread alone
-        return
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    run, started = thread.run, threading.Lock()
-    started.acquire()
 
-    def unblocked() -> None:
-        # Not before it has been started: a signal that waits would be given to this thread, and be handled at once.
-        started.acquire(timeout=_MOMENT)
-        # The mask is inherited, by what this thread starts as well (pthread_sigmask(3)).
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        del thread.run
-        run()
+    def __init__(
+        self,
+        target: Callable[..., object],
+        *,
+        name: str | None = None,
+        args: tuple[Any, ...] = (),
+        daemon: bool | None = None,
+    ) -> None:
+        super().__init__(target=target, name=name, args=args, daemon=daemon)
+        self._begun = False
+        self._over = False
+        self._running = threading.Lock()
+        self._running.acquire()
+        self._go: threading.Lock | None = None
+        self._mask: set[int] = set()
+        self._process = 0
 
-    thread.run = unblocked  # type: ignore[method-assign]
-    try:
-        signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)
-        thread.start()
-    finally:
+    def start(self) -> None:
+        """Begin. RuntimeError where the system gives no thread, pthread_create(3). Whatever is raised, by a signal's
+        handler too, the thread does no work then, and need not be joined.
+        """
+        self._process = os.getpid()
+        if threading.current_thread() is not threading.main_thread():
+            self._begun = True
+            try:
+                super().start()  # handlers run on the main thread alone
+            except BaseException:
+                self._begun = False
+                raise
+            return
+        self._mask = set(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+        self._go = threading.Lock()
+        self._go.acquire()
         try:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            try:
+                signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)
+                super().start()
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+            self._begun = True
         finally:
-            started.release()
+            self._go.release()
+
+    def run(self) -> None:
+        """Do the work."""
+        try:
+            if self._go is not None:
+                # Not before it has been started: a signal that waits would be given to this thread, and be handled at
+                # once. The mask is inherited, by what this thread starts as well (pthread_sigmask(3)).
+                self._go.acquire()
+                if not self._begun:
+                    return
+                signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+            super().run()
+        finally:
+            self._over = True
+            self._running.release()
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait until it has ended, at most ``timeout`` seconds. Returns at once if its start raised, and in a fork of
+        the process, where there is no such thread.
+        """
+        if not self._begun or os.getpid() != self._process:
+            return
+        if threading.current_thread() is self:
+            raise RuntimeError("cannot join current thread")
+        until = None if timeout is None else time.monotonic() + timeout
+        while not self._over:
+            left = _LOOK if until is None else min(_LOOK, until - time.monotonic())
+            if left <= 0:
+                return
+            # Who is interrupted right after this leaves it locked, so it only shortens the wait.
+            if self._running.acquire(timeout=left):
+                self._running.release()
+        super().join(None if until is None else max(0.0, until - time.monotonic()))
+
+    def ended(self) -> bool:
+        """Whether it does no work any more, or never did."""
+        return self._over or not self._begun or os.getpid() != self._process
 
 
-def start(thread: threading.Thread, endpoint: str = "") -> None:
+def start(thread: Thread, endpoint: str = "") -> None:
     """Start ``thread``. TransportError (EAGAIN; ``endpoint`` is what the thread is for) where the system has none to
     give, pthread_create(3); the thread may not be joined then.
     """
     try:
-        begin(thread)
+        thread.start()
     except RuntimeError as error:
         raise TransportError(
             f"no thread can be started ({error})",

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import errno
+import os
 import signal
+import subprocess
+import sys
 import threading
+from collections.abc import Callable
 
 import pytest
-from support.leaks import LeakCheck
+from support.leaks import LeakCheck, eventually
 
 from weightwire.errors import TransportError
-from weightwire.threads import begin, start
+from weightwire.threads import Thread, start
 
 
 def mask() -> set[int]:
@@ -21,8 +25,8 @@ def test_a_thread_has_the_signal_mask_of_who_started_it(no_leaks: LeakCheck) -> 
     """And so has a process that it starts: blocked signals would be inherited, and a child that cannot be stopped."""
     before, seen = mask(), []
     assert signal.SIGINT not in before
-    thread = threading.Thread(target=lambda: seen.append(mask()))
-    begin(thread)
+    thread = Thread(target=lambda: seen.append(mask()))
+    thread.start()
     assert mask() == before
     thread.join(20)
     assert seen == [before]
@@ -32,24 +36,111 @@ def test_one_that_another_thread_starts(no_leaks: LeakCheck) -> None:
     seen: list[str] = []
 
     def work() -> None:
-        inner = threading.Thread(target=lambda: seen.append("inner"))
-        begin(inner)
+        inner = Thread(target=lambda: seen.append("inner"))
+        inner.start()
         inner.join(20)
 
-    outer = threading.Thread(target=work)
-    begin(outer)
+    outer = Thread(target=work)
+    outer.start()
     outer.join(20)
     assert seen == ["inner"]
 
 
-@pytest.mark.parametrize("way", [begin, start])
-def test_no_thread_to_be_had(way: object, monkeypatch: pytest.MonkeyPatch, no_leaks: LeakCheck) -> None:
+@pytest.mark.parametrize("way", [Thread.start, start])
+def test_no_thread_to_be_had(
+    way: Callable[[Thread], None], monkeypatch: pytest.MonkeyPatch, no_leaks: LeakCheck
+) -> None:
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
     before = mask()
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    with pytest.raises(RuntimeError if way is begin else TransportError) as caught:
-        way(threading.Thread())  # type: ignore[operator]
-    assert way is begin or caught.value.errno == errno.EAGAIN  # type: ignore[attr-defined]
+    thread = Thread(target=print)
+    with pytest.raises(TransportError if way is start else RuntimeError) as caught:
+        way(thread)
+    assert way is not start or caught.value.errno == errno.EAGAIN  # type: ignore[attr-defined]
     assert mask() == before
+    assert thread.ended()
+    thread.join()
+
+
+INTERRUPTED = """
+import os, signal, sys, threading, time
+from weightwire.threads import Thread
+
+release, timeout = threading.Event(), eval(sys.argv[1])
+thread = Thread(target=release.wait, args=(20,))
+thread.start()
+assert not thread.ended()
+
+def interrupt():
+    time.sleep(0.2)
+    os.kill(os.getpid(), signal.SIGINT)
+
+threading.Thread(target=interrupt).start()
+try:
+    thread.join(timeout)
+except KeyboardInterrupt:
+    pass
+else:
+    sys.exit("not interrupted")
+assert not thread.ended()
+thread.join(0.2)
+assert not thread.ended()
+release.set()
+thread.join()
+assert thread.ended() and not thread.is_alive()
+"""
+
+
+@pytest.mark.parametrize("timeout", ["None", "15"])
+def test_an_interrupted_join_can_be_done_again(timeout: str) -> None:
+    """`threading.Thread` takes it for one that has ended, up to Python 3.12."""
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED, timeout], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_one_whose_start_raises_does_nothing(monkeypatch: pytest.MonkeyPatch, no_leaks: LeakCheck) -> None:
+    """What a signal's handler raises comes after the thread was begun, and whoever started it knows nothing of it."""
+    right, ran = threading.Thread.start, []
+
+    def interrupted(thread: threading.Thread) -> None:
+        right(thread)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(threading.Thread, "start", interrupted)
+        Thread(target=lambda: ran.append(1), name="weightwire-given-up").start()
+    assert eventually(lambda: all(thread.name != "weightwire-given-up" for thread in threading.enumerate()))
+    assert not ran
+
+
+def test_the_child_of_a_fork_has_none_to_wait_for() -> None:
+    release = threading.Event()
+    thread = Thread(target=release.wait, args=(60,))
+    thread.start()
+    child = os.fork()
+    if child == 0:
+        thread.join()
+        os._exit(3 if thread.ended() else 4)
+    try:
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+    finally:
+        release.set()
+        thread.join()
+
+
+def test_it_cannot_wait_for_itself(no_leaks: LeakCheck) -> None:
+    caught: list[RuntimeError] = []
+
+    def work() -> None:
+        try:
+            thread.join()
+        except RuntimeError as error:
+            caught.append(error)
+
+    thread = Thread(target=work)
+    thread.start()
+    thread.join(20)
+    assert thread.ended()
+    assert len(caught) == 1

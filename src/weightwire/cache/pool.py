@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 from collections.abc import Callable, Iterable
 from queue import Empty, SimpleQueue
 from typing import Final, Generic, NamedTuple, TypeVar
 
 from weightwire.config import LoadConfig
-from weightwire.threads import begin
+from weightwire.threads import Thread
 
 __all__ = ["run_each", "worker_count"]
 
@@ -117,7 +116,7 @@ class _Pool(Generic[_T, _R]):
         self._most = most
         self._tasks: SimpleQueue[tuple[_T] | None] = SimpleQueue()
         self._done: SimpleQueue[_Done[_R] | _Failed] = SimpleQueue()
-        self._threads: list[threading.Thread] = []
+        self._threads: list[Thread] = []
         self._stopped = False
 
     @property
@@ -128,11 +127,11 @@ class _Pool(Generic[_T, _R]):
     def grow(self) -> bool:
         """Have one thread more, if there is one to be had. Whether there are any."""
         if len(self._threads) < self._most:
-            thread = threading.Thread(target=self._serve, name=f"weightwire-cache_{len(self._threads)}")
+            thread = Thread(target=self._serve, name=f"weightwire-cache_{len(self._threads)}")
             # Before it is started: an interrupt may come right after.
             self._threads.append(thread)
             try:
-                begin(thread)
+                thread.start()
             except RuntimeError as error:
                 self._threads.remove(thread)
                 self._most = len(self._threads)
@@ -155,9 +154,7 @@ class _Pool(Generic[_T, _R]):
         self._stopped = True
         self._tasks.put(None)
         for thread in self._threads:
-            # One that an interrupt kept from being started does not live.
-            if thread.is_alive():
-                thread.join()
+            thread.join()
 
     def _check(self) -> None:
         if self._stopped:

@@ -26,7 +26,7 @@ from weightwire.cache.progress import Progress
 from weightwire.cache.store import TensorCache, same_bytes
 from weightwire.cache.workers import Workers
 from weightwire.cache.writing import CacheWriter
-from weightwire.threads import begin
+from weightwire.threads import Thread
 from weightwire.transport.files import write_back
 
 __all__ = ["MAX_UNSYNCED", "SOON", "Saver"]
@@ -62,7 +62,7 @@ class Saver:
         self._writing: Save | None = None
         self._syncing: Save | None = None
         self._syncing_fd = -1
-        self._threads: list[threading.Thread] = []
+        self._threads: list[Thread] = []
         self._process = os.getpid()
         self._closing = False
         self._behind = False
@@ -267,9 +267,9 @@ class Saver:
             return True
         for name in _THREADS[len(self._threads) :]:
             work = self._write_all if name == "save" else self._sync_all
-            thread = threading.Thread(target=work, name=f"weightwire-{name}", daemon=True)
+            thread = Thread(target=work, name=f"weightwire-{name}", daemon=True)
             try:
-                begin(thread)
+                thread.start()
             except RuntimeError as error:
                 self._cache.lost("starting a thread", OSError(errno.EAGAIN, str(error)))
                 return False

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
-from weightwire.threads import begin
+from weightwire.threads import Thread
 
 __all__ = ["MAX_WORKERS", "Workers"]
 
@@ -30,7 +30,7 @@ class Workers:
         self.count = count if count is not None else max(2, min(MAX_WORKERS, len(os.sched_getaffinity(0))))
         self._condition = threading.Condition()
         self._tasks: deque[Callable[[], object]] = deque()
-        self._threads: list[threading.Thread] = []
+        self._threads: list[Thread] = []
         self._idle = 0
         self._closing = False
 
@@ -49,9 +49,9 @@ class Workers:
 
     def _grow(self) -> None:
         name = f"weightwire-cache-{len(self._threads)}"
-        thread = threading.Thread(target=self._work, name=name, daemon=True)
+        thread = Thread(target=self._work, name=name, daemon=True)
         try:
-            begin(thread)
+            thread.start()
         except RuntimeError as error:
             logger.debug("no further thread for the cache: %s", error)
         else:

@@ -17,7 +17,7 @@ from typing import IO, Any, Self
 from weightwire.cli.failures import ENVIRONMENT, FAILED, Failure
 from weightwire.cli.signals import deferred_signals
 from weightwire.errors import WeightwireError
-from weightwire.threads import start
+from weightwire.threads import Thread, start
 
 __all__ = ["EmbeddedServer"]
 
@@ -44,7 +44,7 @@ class EmbeddedServer:
         self._command = [sys.executable, *_COMMAND, *self._arguments] if command is None else list(command)
         self._process: subprocess.Popen[str] | None = None
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
-        self._drain: threading.Thread | None = None
+        self._drain: Thread | None = None
         self.endpoint = ""
 
     @property
@@ -79,9 +79,7 @@ class EmbeddedServer:
         except OSError as error:
             raise Failure(error, ENVIRONMENT, detail=f"cannot start the demo's server: {error}") from error
         self._process = process
-        drain = threading.Thread(
-            target=self._read_log, args=(process.stderr,), name="weightwire-server-log", daemon=True
-        )
+        drain = Thread(target=self._read_log, args=(process.stderr,), name="weightwire-server-log", daemon=True)
         start(drain)
         self._drain = drain
 
@@ -105,13 +103,17 @@ class EmbeddedServer:
         process = self._running()
         assert process.stdout is not None
         # A server that neither speaks nor ends is ended for us, which ends the read below.
-        timer = threading.Timer(START_SECONDS, process.kill)
-        timer.daemon = True
-        start(timer)
+        spoken = threading.Event()
+
+        def limit() -> None:
+            if not spoken.wait(START_SECONDS):
+                process.kill()
+
+        start(Thread(target=limit, name="weightwire-limit", daemon=True))
         try:
             text = process.stdout.readline()
         finally:
-            timer.cancel()
+            spoken.set()
         try:
             answer = json.loads(text)
             if "endpoint" not in answer and "error" in answer:

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self
 
 from weightwire.cli.output import human_bytes, note, printable
-from weightwire.threads import begin
+from weightwire.threads import Thread
 
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
@@ -124,13 +124,13 @@ class Progress:
         self._then = then
         self._state = (label, "", 0, total, time.monotonic())
         self._ended = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread: Thread | None = None
 
     def __enter__(self) -> Self:
         if self._display is not None:
-            thread = threading.Thread(target=self._run, args=(self._display,), name="weightwire-progress", daemon=True)
+            thread = Thread(target=self._run, args=(self._display,), name="weightwire-progress", daemon=True)
             try:
-                begin(thread)
+                thread.start()
             except RuntimeError:
                 return self  # the system has no thread to give: the work goes on unseen
             except BaseException:

@@ -13,7 +13,7 @@ from weightwire.client.layers import parse_layers
 from weightwire.config import shown
 from weightwire.errors import ConfigError, TransportError
 from weightwire.model.choosing import compile_include
-from weightwire.threads import start
+from weightwire.threads import Thread, start
 from weightwire.transport.address import format_endpoint, parse_endpoint
 
 if TYPE_CHECKING:
@@ -143,12 +143,12 @@ class _Crew(Generic[_R]):
         self._work = work
         self._lock = threading.Lock()
         self._stopped = False
-        self._threads: list[threading.Thread] = []
+        self._threads: list[Thread] = []
 
     def start(self) -> None:
         for number, member in enumerate(self.members):
             # A daemon, because it may be left behind while it connects.
-            thread = threading.Thread(
+            thread = Thread(
                 target=self._run, args=(number, member), name=f"weightwire-to-{member.target.endpoint}", daemon=True
             )
             try:

@@ -14,7 +14,7 @@ from weightwire.errors import ModelError
 from weightwire.hashing import hash_payloads
 from weightwire.index import Hashes, hash_together, hash_with_digest
 from weightwire.ranges import FileRange
-from weightwire.threads import begin
+from weightwire.threads import Thread
 
 __all__ = ["HashFeed", "HashPool"]
 
@@ -76,7 +76,7 @@ class HashPool:
         self._blocks = blocks
         self._feeds: list[HashFeed] = []
         self._turn = 0
-        self._threads: list[threading.Thread] = []
+        self._threads: list[Thread] = []
         self._failure: BaseException | None = None
         self._closed = False
         self.spent_ns = 0
@@ -95,10 +95,10 @@ class HashPool:
         """Begin with the first payloads of every feed."""
         work = sum(state is _State.WAITING for state in self._state)
         for number in range(min(self._count, work)):
-            thread = threading.Thread(target=self._work, name=f"weightwire-hash-{number}")
+            thread = Thread(target=self._work, name=f"weightwire-hash-{number}")
             self._threads.append(thread)
             try:
-                begin(thread)
+                thread.start()
             except RuntimeError as error:  # the system gives no more of them
                 self._threads.pop()
                 self._count = len(self._threads)
@@ -109,12 +109,18 @@ class HashPool:
         """Stop, within about a tenth of a second where files take no longer to read 1 MiB; afterwards nothing reads the
         payloads, so files may be closed.
         """
+        try:
+            self._end()
+        except BaseException:
+            self._end()  # whoever interrupts this closes the files next
+            raise
+
+    def _end(self) -> None:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
         for thread in self._threads:
-            if thread.ident is not None:
-                thread.join()
+            thread.join()
         self._threads.clear()
 
     def check(self) -> None:

@@ -6,12 +6,11 @@ import contextlib
 import logging
 import selectors
 import socket
-import threading
 from collections.abc import Callable
 from typing import Any, Final
 
 from weightwire.errors import TransportError
-from weightwire.threads import start
+from weightwire.threads import Thread, start
 from weightwire.transport.tcp import TcpStream
 
 __all__ = ["Acceptor"]
@@ -38,7 +37,7 @@ class Acceptor:
         patience: Callable[[], float | None],
         turn_away: Callable[[], None],
     ) -> None:
-        self.thread: threading.Thread | None = None
+        self.thread: Thread | None = None
         self.names: list[Any] = []
         """The sockets' addresses, as getsockname(2) has them."""
         self._listeners = listeners
@@ -64,7 +63,7 @@ class Acceptor:
             ) from error
         for end in (woken, wake):
             self._undo.callback(end.close)
-        thread = threading.Thread(target=self._accept_all, args=(woken,), name="weightwire-accept", daemon=True)
+        thread = Thread(target=self._accept_all, args=(woken,), name="weightwire-accept", daemon=True)
         start(thread)
         self.thread, self._wake = thread, wake
 

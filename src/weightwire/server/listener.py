@@ -26,7 +26,7 @@ from weightwire.server.served import Registry, ServedTensor
 from weightwire.server.session import Services, Session
 from weightwire.server.stats import Ledger, ServerStats
 from weightwire.server.waiting import WaitingRoom
-from weightwire.threads import begin
+from weightwire.threads import Thread
 from weightwire.transport.address import format_sockaddr
 from weightwire.transport.devices import check_environment
 from weightwire.transport.memory import available_memory
@@ -131,7 +131,7 @@ class Server:
         self._populator = Populator() if self._optimized else NoPopulator()
         self._workers = Workers()
         self._saver: Saver | None = None
-        self._sessions: dict[Session, threading.Thread] = {}
+        self._sessions: dict[Session, Thread] = {}
         self._waiting = WaitingRoom(self._hello_timeout)
         self._services: Services | None = None
         self._ledger = Ledger()
@@ -261,7 +261,7 @@ class Server:
         elif caller not in (self._closer, acceptor, *sessions.values()):
             self._closed.wait(_JOIN_SECONDS)
 
-    def _end(self, sessions: dict[Session, threading.Thread], waiting: list[TcpStream], deadline: float) -> None:
+    def _end(self, sessions: dict[Session, Thread], waiting: list[TcpStream], deadline: float) -> None:
         if self._acceptor is not None:
             self._acceptor.stop()
         if self._saver is not None:
@@ -304,11 +304,11 @@ class Server:
         self._closed.set()
 
     @staticmethod
-    def _join(thread: threading.Thread | None, deadline: float) -> None:
+    def _join(thread: Thread | None, deadline: float) -> None:
         if thread is None or thread is threading.current_thread():
             return
         thread.join(max(0.0, deadline - time.monotonic()))
-        if thread.is_alive():
+        if not thread.ended():
             logger.warning("thread %s did not end in time", thread.name)
 
     def __enter__(self) -> Self:
@@ -428,11 +428,9 @@ class Server:
         """Give a connection its thread, with the lock held. What went wrong, if the system has none to give."""
         assert self._services is not None
         session = Session(stream, self._services)
-        thread = threading.Thread(
-            target=self._serve, args=(session,), name=f"weightwire-{stream.endpoint}", daemon=True
-        )
+        thread = Thread(target=self._serve, args=(session,), name=f"weightwire-{stream.endpoint}", daemon=True)
         try:
-            begin(thread)
+            thread.start()
         except RuntimeError as error:
             stream.close()
             self._ledger.failed += 1

@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
-from weightwire.threads import begin
+from weightwire.threads import Thread
 
 if TYPE_CHECKING:
     from weightwire.transport.memory import HostRegion
@@ -104,7 +104,7 @@ class Populator:
     def __init__(self) -> None:
         self._condition = threading.Condition()
         self._ready: deque[PopulateJob] = deque()
-        self._thread: threading.Thread | None = None
+        self._thread: Thread | None = None
         self._busy = False
         self._steps = 0
         self._closing = False
@@ -125,9 +125,9 @@ class Populator:
         return job
 
     def _begin(self) -> None:
-        thread = threading.Thread(target=self._work, name="weightwire-populate", daemon=True)
+        thread = Thread(target=self._work, name="weightwire-populate", daemon=True)
         try:
-            begin(thread)
+            thread.start()
         except RuntimeError as error:
             logger.debug("no thread to populate memory ahead of the data: %s", error)
         else:

@@ -6,14 +6,13 @@ import errno
 import os
 import select
 import socket
-import threading
 import time
 from typing import Final
 
 from weightwire._native import _stream
 from weightwire.config import parse_host
 from weightwire.errors import ConfigError, TransferTimeout, TransportError
-from weightwire.threads import start
+from weightwire.threads import Thread, start
 from weightwire.transport.address import format_endpoint, format_sockaddr, parse_endpoint
 
 __all__ = ["Address", "TcpStream", "connect_tcp", "listen_tcp", "look_up"]
@@ -189,9 +188,9 @@ def _resolve(host: str, port: int, name: str, deadline: float | None) -> list[Ad
         except (OSError, UnicodeError) as error:
             answer.append(error)
 
-    thread = threading.Thread(target=look_up, name=f"weightwire-resolve-{host}", daemon=True)
+    thread = Thread(target=look_up, name=f"weightwire-resolve-{host}", daemon=True)
     start(thread, name)
-    while thread.is_alive():
+    while not thread.ended():
         left = SLICE if deadline is None else min(SLICE, deadline - time.monotonic())
         if left <= 0:
             raise _TooLong

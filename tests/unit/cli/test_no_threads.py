@@ -147,7 +147,7 @@ def test_work_without_its_progress(refuse: Refuse, no_leaks: LeakCheck) -> None:
     assert progress._thread is None
 
 
-@pytest.mark.parametrize("word", ["weightwire-server-log", "Thread-"])
+@pytest.mark.parametrize("word", ["weightwire-server-log", "weightwire-limit"])
 def test_a_demo(word: str, refuse: Refuse, no_leaks: LeakCheck) -> None:
     refuse(word)
     server = EmbeddedServer()
