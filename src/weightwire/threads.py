@@ -46,8 +46,8 @@ class Thread(threading.Thread):
         self._process = 0
 
     def start(self) -> None:
-        """Begin. RuntimeError where the system gives no thread, pthread_create(3). Whatever is raised, by a signal's
-        handler too, the thread does no work then, and need not be joined.
+        """Begin. RuntimeError where the system gives no thread, pthread_create(3). What a signal's handler raises comes
+        before it has begun, when it does no work, or right after: who keeps it before this is called can join it.
         """
         self._process = os.getpid()
         if threading.current_thread() is not threading.main_thread():
