@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 
 import pytest
+from support.everywhere import run_script
 from support.leaks import LeakCheck, eventually
 
 from weightwire.errors import TransportError
@@ -116,7 +117,8 @@ def test_one_whose_start_raises_does_nothing(monkeypatch: pytest.MonkeyPatch, no
 
 
 EVERYWHERE = """
-import ctypes, faulthandler, os, signal, sys, threading, time, traceback
+import signal, sys, threading, time, traceback
+from support.everywhere import Everywhere
 from weightwire import threads
 
 class Raised(Exception):
@@ -125,40 +127,18 @@ class Raised(Exception):
 def handler(number, frame):
     raise Raised
 
-faulthandler.dump_traceback_later(90, exit=True)
 number = getattr(signal, sys.argv[1])
 signal.signal(number, handler)
 # One that takes the process's signals whatever the main thread blocks.
 threading.Thread(target=time.sleep, args=(120,), daemon=True).start()
-FILES = {threading.__file__, threads.__file__}
-kill, left = ctypes.PyDLL(None).kill, 0
-
-def trace(frame, event, argument):
-    global left
-    if frame.f_code.co_filename not in FILES:
-        return None
-    if event == "line":
-        left -= 1
-        if left == 0:
-            sys.settrace(None)
-            # Neither this function of the C library nor unpacking looks for signals: not this function, but the line
-            # it was called for goes on until Python looks, as it would without being traced.
-            (_,) = map(kill, (os.getpid(),), (number,))
-    return trace
-
-at = raised = 0
-while left <= 0:
-    at += 1
-    left, ran = at, []
+everywhere = Everywhere(threading, threads, number=number)
+for _ in everywhere:
+    ran = []
     thread = threads.Thread(target=ran.append, args=(1,))
     try:
-        sys.settrace(trace)
-        try:
-            thread.start()
-        finally:
-            sys.settrace(None)
+        everywhere.trace(thread.start)
     except Raised as error:
-        raised += 1
+        everywhere.count += 1
         codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
         assert threading.Thread.start.__code__ not in codes, traceback.format_exc()
     else:
@@ -166,20 +146,15 @@ while left <= 0:
         assert ran == [1]
     thread.join()
     assert thread.ended()
-    deadline = time.monotonic() + 20
-    while threading.active_count() > 2:
-        assert time.monotonic() < deadline, (at, threading.enumerate())
-        time.sleep(0.001)
-print(raised)
+    everywhere.settle()
+print(everywhere.count)
 """
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGALRM"])
 def test_no_handler_runs_within_the_start_of_a_thread(name: str) -> None:
     """It holds locks there that the new thread waits for. Any other thread may take a signal that one blocks."""
-    done = subprocess.run([sys.executable, "-c", EVERYWHERE, name], capture_output=True, text=True, timeout=110)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) > 10
+    assert run_script(EVERYWHERE, name) > 10
 
 
 def test_the_child_of_a_fork_has_none_to_wait_for() -> None:
