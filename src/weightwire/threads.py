@@ -8,11 +8,12 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from queue import Empty, SimpleQueue
 from typing import Any, Final
 
 from weightwire.errors import TransportError
 
-__all__ = ["NO_THREAD", "Thread", "start"]
+__all__ = ["NO_THREAD", "Latch", "Thread", "start"]
 
 NO_THREAD: Final = "pthread_create"
 """The ``operation`` of such an error."""
@@ -113,6 +114,29 @@ class Thread(threading.Thread):
     def ended(self) -> bool:
         """Whether it does no work any more, or never did."""
         return self._over or not self._begun or os.getpid() != self._process
+
+
+class Latch:
+    """A `threading.Event` that stays set, and that no interrupt of whoever sets it or waits for it leaves locked."""
+
+    def __init__(self) -> None:
+        self._set = False
+        self._told: SimpleQueue[None] = SimpleQueue()
+
+    def set(self) -> None:
+        """Let everybody go on who waits, now or later."""
+        self._set = True
+        self._told.put(None)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it is set, at most ``timeout`` seconds. Whether it is."""
+        if not self._set:
+            try:
+                self._told.get(timeout=timeout)
+            except Empty:
+                return self._set
+            self._told.put(None)  # for the next one
+        return True
 
 
 def start(thread: Thread, endpoint: str = "") -> None:

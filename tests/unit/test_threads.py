@@ -15,7 +15,7 @@ from support.everywhere import run_script
 from support.leaks import LeakCheck, eventually
 
 from weightwire.errors import TransportError
-from weightwire.threads import Thread, start
+from weightwire.threads import Latch, Thread, start
 
 
 def mask() -> set[int]:
@@ -170,6 +170,22 @@ def test_the_child_of_a_fork_has_none_to_wait_for() -> None:
     finally:
         release.set()
         thread.join()
+
+
+def test_a_latch_lets_everybody_go(no_leaks: LeakCheck) -> None:
+    latch = Latch()
+    assert not latch.wait(0.01)
+    gone: list[bool] = []
+    waiting = [Thread(target=lambda: gone.append(latch.wait())) for _ in range(3)]
+    for thread in waiting:
+        thread.start()
+    latch.set()
+    latch.set()
+    for thread in waiting:
+        thread.join(20)
+    assert gone == [True, True, True]
+    assert latch.wait(0)
+    assert latch.wait()
 
 
 def test_it_cannot_wait_for_itself(no_leaks: LeakCheck) -> None:

@@ -26,7 +26,7 @@ from weightwire.server.served import Registry, ServedTensor
 from weightwire.server.session import Services, Session
 from weightwire.server.stats import Ledger, ServerStats
 from weightwire.server.waiting import WaitingRoom
-from weightwire.threads import Thread
+from weightwire.threads import Latch, Thread
 from weightwire.transport.address import format_sockaddr
 from weightwire.transport.devices import check_environment
 from weightwire.transport.memory import available_memory
@@ -124,7 +124,7 @@ class Server:
         self._started = False
         self._process: int | None = None
         self._closing = False
-        self._closed = threading.Event()
+        self._closed = Latch()
         self._closer: threading.Thread | None = None
         self._endpoints: tuple[str, ...] = ()
         self._acceptor: Acceptor | None = None
@@ -317,7 +317,7 @@ class Server:
             if descriptor >= 0:
                 os.dup2(null, descriptor, inheritable=False)
         os.close(null)
-        self._closed = threading.Event()
+        self._closed = Latch()
         self._closed.set()
 
     @staticmethod
