@@ -138,8 +138,8 @@ class MetricsEndpoint:
                 self._listeners.append(_Listener(listening, registry))
             for listener in self._listeners:
                 thread = Thread(target=listener.serve_forever, args=(_POLL,), name="weightwire-metrics", daemon=True)
+                self._threads.append(thread)  # before it is started: an interrupt may come right after
                 start(thread)
-                self._threads.append(thread)
         except BaseException:
             self.close()
             for listening in sockets:
@@ -169,8 +169,9 @@ class MetricsEndpoint:
         with self._lock:
             threads, self._threads = self._threads, []
             listeners, self._listeners = self._listeners, []
-        for listener, _ in zip(listeners, threads, strict=False):
-            listener.shutdown()
+        for listener, thread in zip(listeners, threads, strict=False):
+            if not thread.ended():  # or it never began, and would be waited for
+                listener.shutdown()
         for listener in listeners:
             listener.server_close()
         for thread in threads:

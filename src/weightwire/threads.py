@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import _thread
 import errno
 import os
-import signal
 import threading
 import time
 from collections.abc import Callable
+from queue import Empty, SimpleQueue
 from typing import Any, Final
 
 from weightwire.errors import TransportError
 
-__all__ = ["NO_THREAD", "Thread", "start"]
+__all__ = ["NO_THREAD", "Latch", "Thread", "start"]
 
 NO_THREAD: Final = "pthread_create"
 """The ``operation`` of such an error."""
 
-_HEARD: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _LOOK: Final = 0.05
 
 
@@ -42,12 +42,11 @@ class Thread(threading.Thread):
         self._running = threading.Lock()
         self._running.acquire()
         self._go: threading.Lock | None = None
-        self._mask: set[int] = set()
         self._process = 0
 
     def start(self) -> None:
-        """Begin. RuntimeError where the system gives no thread, pthread_create(3). What a signal's handler raises comes
-        before it has begun, when it does no work, or right after: who keeps it before this is called can join it.
+        """Begin. RuntimeError where the system gives no thread, pthread_create(3). What a signal's handler raises may
+        come before it has begun, and it never does any work then, or right after: `join` and `ended` know.
         """
         self._process = os.getpid()
         if threading.current_thread() is not threading.main_thread():
@@ -58,37 +57,45 @@ class Thread(threading.Thread):
                 self._begun = False
                 raise
             return
-        self._mask = set(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+        # Blocking signals here would not do: any other thread may take one for the process, and its handler runs here.
         self._go = threading.Lock()
         self._go.acquire()
+        there = threading.Lock()
+        there.acquire()
+        trouble: list[BaseException] = []
         try:
-            try:
-                signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)
-                super().start()
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+            _thread.start_new_thread(self._start_elsewhere, (there, trouble))
+            there.acquire()
+            if trouble:
+                raise trouble.pop()  # kept by nobody: it holds on to this frame
             self._begun = True
         finally:
             self._go.release()
+
+    def _start_elsewhere(self, there: threading.Lock, trouble: list[BaseException]) -> None:
+        """On a thread for this alone, where no handler runs, and which needs no more than a function call to start."""
+        try:
+            super().start()
+        except BaseException as error:
+            trouble.append(error)
+        finally:
+            there.release()
 
     def run(self) -> None:
         """Do the work."""
         try:
             if self._go is not None:
-                # Not before it has been started: a signal that waits would be given to this thread, and be handled at
-                # once. The mask is inherited, by what this thread starts as well (pthread_sigmask(3)).
                 self._go.acquire()
-                if not self._begun:
+                if not self._begun:  # whoever started it was interrupted, and knows nothing of it
                     return
-                signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
             super().run()
         finally:
             self._over = True
             self._running.release()
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait until it has ended, at most ``timeout`` seconds. Returns at once if its start raised, and in a fork of
-        the process, where there is no such thread.
+        """Wait until it has ended, at most ``timeout`` seconds. Returns at once if it never began, and in a fork of the
+        process, where there is no such thread.
         """
         if not self._begun or os.getpid() != self._process:
             return
@@ -107,6 +114,29 @@ class Thread(threading.Thread):
     def ended(self) -> bool:
         """Whether it does no work any more, or never did."""
         return self._over or not self._begun or os.getpid() != self._process
+
+
+class Latch:
+    """A `threading.Event` that stays set, and that no interrupt of whoever sets it or waits for it leaves locked."""
+
+    def __init__(self) -> None:
+        self._set = False
+        self._told: SimpleQueue[None] = SimpleQueue()
+
+    def set(self) -> None:
+        """Let everybody go on who waits, now or later."""
+        self._set = True
+        self._told.put(None)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it is set, at most ``timeout`` seconds. Whether it is."""
+        if not self._set:
+            try:
+                self._told.get(timeout=timeout)
+            except Empty:
+                return self._set
+            self._told.put(None)  # for the next one
+        return True
 
 
 def start(thread: Thread, endpoint: str = "") -> None:

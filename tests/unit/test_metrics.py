@@ -19,6 +19,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
 from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse
+from support.everywhere import run_script
 from support.leaks import LeakCheck, eventually
 from support.raw_client import RawClient
 
@@ -232,6 +233,43 @@ def test_no_thread_for_it(server: weightwire.Server, monkeypatch: pytest.MonkeyP
             with pytest.raises((OSError, http.client.HTTPException)):
                 scrape(endpoint.url)
         assert scrape(endpoint.url)
+
+
+INTERRUPTED = """
+import os, threading, traceback
+from support.everywhere import Everywhere
+from weightwire import metrics, threads
+from weightwire.server import Server
+
+def held():
+    return len(os.listdir("/proc/self/fd"))
+
+said = []
+threading.excepthook = lambda arguments: said.append(arguments.exc_value)
+server = Server(port=0)
+metrics.MetricsEndpoint(server).close()
+made = metrics.MetricsEndpoint.__init__.__code__
+everywhere = Everywhere(metrics, threads)
+for _ in everywhere:
+    before = held()
+    endpoint = metrics.MetricsEndpoint.__new__(metrics.MetricsEndpoint)
+    try:
+        everywhere.trace(lambda: endpoint.__init__(server))
+    except KeyboardInterrupt as error:
+        everywhere.count += 1
+        if all(frame.f_code is not made for frame, _ in traceback.walk_tb(error.__traceback__)):
+            endpoint.close()  # it came when that had been made, to whoever made it
+    else:
+        endpoint.close()
+    everywhere.settle(lambda: held() > before)
+    assert not said, said
+print(everywhere.count)
+"""
+
+
+def test_an_interrupt_while_it_is_made() -> None:
+    """It leaves no thread and no socket, though there is nothing to close."""
+    assert run_script(INTERRUPTED) > 10
 
 
 def test_who_says_nothing_holds_up_nobody(server: weightwire.Server) -> None:

@@ -11,10 +11,11 @@ import threading
 from collections.abc import Callable
 
 import pytest
+from support.everywhere import run_script
 from support.leaks import LeakCheck, eventually
 
 from weightwire.errors import TransportError
-from weightwire.threads import Thread, start
+from weightwire.threads import Latch, Thread, start
 
 
 def mask() -> set[int]:
@@ -115,6 +116,47 @@ def test_one_whose_start_raises_does_nothing(monkeypatch: pytest.MonkeyPatch, no
     assert not ran
 
 
+EVERYWHERE = """
+import signal, sys, threading, time, traceback
+from support.everywhere import Everywhere
+from weightwire import threads
+
+class Raised(Exception):
+    pass
+
+def handler(number, frame):
+    raise Raised
+
+number = getattr(signal, sys.argv[1])
+signal.signal(number, handler)
+# One that takes the process's signals whatever the main thread blocks.
+threading.Thread(target=time.sleep, args=(120,), daemon=True).start()
+everywhere = Everywhere(threading, threads, number=number)
+for _ in everywhere:
+    ran = []
+    thread = threads.Thread(target=ran.append, args=(1,))
+    try:
+        everywhere.trace(thread.start)
+    except Raised as error:
+        everywhere.count += 1
+        codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+        assert threading.Thread.start.__code__ not in codes, traceback.format_exc()
+    else:
+        thread.join()
+        assert ran == [1]
+    thread.join()
+    assert thread.ended()
+    everywhere.settle()
+print(everywhere.count)
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGALRM"])
+def test_no_handler_runs_within_the_start_of_a_thread(name: str) -> None:
+    """It holds locks there that the new thread waits for. Any other thread may take a signal that one blocks."""
+    assert run_script(EVERYWHERE, name) > 10
+
+
 def test_the_child_of_a_fork_has_none_to_wait_for() -> None:
     release = threading.Event()
     thread = Thread(target=release.wait, args=(60,))
@@ -128,6 +170,22 @@ def test_the_child_of_a_fork_has_none_to_wait_for() -> None:
     finally:
         release.set()
         thread.join()
+
+
+def test_a_latch_lets_everybody_go(no_leaks: LeakCheck) -> None:
+    latch = Latch()
+    assert not latch.wait(0.01)
+    gone: list[bool] = []
+    waiting = [Thread(target=lambda: gone.append(latch.wait())) for _ in range(3)]
+    for thread in waiting:
+        thread.start()
+    latch.set()
+    latch.set()
+    for thread in waiting:
+        thread.join(20)
+    assert gone == [True, True, True]
+    assert latch.wait(0)
+    assert latch.wait()
 
 
 def test_it_cannot_wait_for_itself(no_leaks: LeakCheck) -> None:

@@ -8,7 +8,6 @@ import os
 import shlex
 import subprocess
 import sys
-import threading
 from collections import deque
 from collections.abc import Sequence
 from types import TracebackType
@@ -17,7 +16,7 @@ from typing import IO, Any, Self
 from weightwire.cli.failures import ENVIRONMENT, FAILED, Failure
 from weightwire.cli.signals import deferred_signals
 from weightwire.errors import WeightwireError
-from weightwire.threads import Thread, start
+from weightwire.threads import Latch, Thread, start
 
 __all__ = ["EmbeddedServer"]
 
@@ -103,7 +102,7 @@ class EmbeddedServer:
         process = self._running()
         assert process.stdout is not None
         # A server that neither speaks nor ends is ended for us, which ends the read below.
-        spoken = threading.Event()
+        spoken = Latch()
 
         def limit() -> None:
             if not spoken.wait(START_SECONDS):

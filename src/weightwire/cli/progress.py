@@ -9,14 +9,13 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self
 
 from weightwire.cli.output import human_bytes, note, printable
-from weightwire.threads import Thread
+from weightwire.threads import Latch, Thread
 
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
@@ -123,7 +122,7 @@ class Progress:
         self._display = display
         self._then = then
         self._state = (label, "", 0, total, time.monotonic())
-        self._ended = threading.Event()
+        self._ended = Latch()
         self._thread: Thread | None = None
 
     def __enter__(self) -> Self:

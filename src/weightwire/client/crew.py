@@ -96,7 +96,6 @@ class Member(Generic[_R]):
         self.connection: Connection | None = None
         self.result: _R | None = None
         self.error: Exception | None = None
-        self.ended = threading.Event()
 
 
 def run_all(
@@ -115,8 +114,9 @@ def run_all(
     crew = _Crew(targets, connect, work)
     try:
         crew.start()
-        for member in crew.members:
-            while not member.ended.wait(_LOOK):
+        for thread in crew.threads:
+            while not thread.ended():
+                thread.join(_LOOK)
                 _raise(crew.fatal or fatal())
         _raise(crew.fatal or fatal())
     except BaseException:
@@ -143,7 +143,8 @@ class _Crew(Generic[_R]):
         self._work = work
         self._lock = threading.Lock()
         self._stopped = False
-        self._threads: list[Thread] = []
+        self.threads: list[Thread] = []
+        """One for each member, in their order, as far as they have been started."""
 
     def start(self) -> None:
         for number, member in enumerate(self.members):
@@ -151,13 +152,12 @@ class _Crew(Generic[_R]):
             thread = Thread(
                 target=self._run, args=(number, member), name=f"weightwire-to-{member.target.endpoint}", daemon=True
             )
+            # Before it is started: an interrupt may come right after.
+            self.threads.append(thread)
             try:
                 start(thread, member.target.endpoint)
             except TransportError as error:
                 member.error = error
-                member.ended.set()
-            else:
-                self._threads.append(thread)
 
     def stop(self) -> None:
         """Close every connection, and wait for those who work on one."""
@@ -169,7 +169,7 @@ class _Crew(Generic[_R]):
                 assert connection is not None
                 connection.close()
         for number in working:
-            self.members[number].ended.wait()
+            self.threads[number].join()
 
     def _run(self, number: int, member: Member[_R]) -> None:
         try:
@@ -188,8 +188,6 @@ class _Crew(Generic[_R]):
             member.error = error
         except BaseException as error:
             self.fatal = self.fatal or error
-        finally:
-            member.ended.set()
 
 
 class SummedProgress:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import IntEnum
+from queue import Empty, SimpleQueue
 from typing import Final
 
 from weightwire.client.sources import hash_blocks
@@ -64,7 +65,11 @@ class HashPool:
         self._plain = plain
         self._count = threads
         self._group = max(group, 1)
-        self._changed = threading.Condition(threading.Lock())
+        # Only the threads wait for the condition, and it is entered by its lock: an interrupt in the Python code of
+        # either would leave that taken, or have it released by who does not hold it.
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._callers: list[SimpleQueue[None]] = []
         self._hashes: list[int | None] = [None] * len(payloads)
         self._state = [_State.WAITING] * len(payloads)
         for index, value in (known or {}).items():
@@ -116,9 +121,9 @@ class HashPool:
             raise
 
     def _end(self) -> None:
-        with self._changed:
+        with self._lock:
             self._closed = True
-            self._changed.notify_all()
+            self._tell()
         for thread in self._threads:
             thread.join()
         self._threads.clear()
@@ -135,7 +140,7 @@ class HashPool:
 
     def results(self) -> dict[int, Hashes]:
         """Both hashes of those whose BLAKE3 was wanted and which were hashed here, by payload."""
-        with self._changed:
+        with self._lock:
             return {
                 index: Hashes(value, digest)
                 for index, digest in sorted(self._digests.items())
@@ -148,20 +153,38 @@ class HashPool:
 
     # For feeds and workers.
 
+    def _tell(self) -> None:
+        """Something has changed. The lock is held."""
+        self._changed.notify_all()
+        for caller in self._callers:
+            caller.put(None)
+
     def _wait(self, done: Callable[[], bool], watch: Watch) -> None:
-        while True:
-            with self._changed:
-                if self._changed.wait_for(lambda: done() or self._failure is not None or self._closed, _LOOK):
-                    self.check()
-                    if not done():
-                        raise RuntimeError("the hashes were given up")
-                    return
-            watch()
+        told: SimpleQueue[None] = SimpleQueue()
+        with self._lock:
+            self._callers.append(told)
+        try:
+            until = time.monotonic() + _LOOK
+            while True:
+                with self._lock:
+                    if done() or self._failure is not None or self._closed:
+                        self.check()
+                        if not done():
+                            raise RuntimeError("the hashes were given up")
+                        return
+                try:
+                    told.get(timeout=max(0.0, until - time.monotonic()))
+                except Empty:
+                    watch()
+                    until = time.monotonic() + _LOOK
+        finally:
+            with self._lock:
+                self._callers.remove(told)
 
     def _work(self) -> None:
         try:
             while True:
-                with self._changed:
+                with self._lock:
                     while not (indices := self._take()):
                         if self._closed:
                             return
@@ -172,9 +195,9 @@ class HashPool:
         except _Cancelled:
             pass
         except BaseException as error:
-            with self._changed:
+            with self._lock:
                 self._failure = self._failure or error
-                self._changed.notify_all()
+                self._tell()
 
     def _stop_if_closed(self) -> None:
         if self._closed or self._failure is not None:
@@ -195,7 +218,7 @@ class HashPool:
     def _run(self, indices: list[int]) -> None:
         started = time.monotonic_ns()
         found = self._hash(indices, self._stop_if_closed)
-        with self._changed:
+        with self._lock:
             self.spent_ns += time.monotonic_ns() - started
             self._note(indices, found)
 
@@ -206,7 +229,7 @@ class HashPool:
             self._state[index] = _State.DONE
             if hashes.blake3:
                 self._digests[index] = hashes.blake3
-        self._changed.notify_all()
+        self._tell()
 
     def _hash(self, indices: Sequence[int], check: Watch) -> list[Hashes]:
         payloads = [self._payloads[index] for index in indices]
@@ -263,10 +286,10 @@ class HashFeed:
         pool.check()
         here = pool.threads == 0
         while (value := pool._hashes[index]) is None:
-            with pool._changed:
+            with pool._lock:
                 self._demand = max(self._demand, position)
                 indices = self._take(pool._group) if here and pool._state[index] is _State.WAITING else []
-                pool._changed.notify_all()
+                pool._tell()
             if indices:
                 self._hash_here(indices, watch)
             else:
@@ -278,28 +301,28 @@ class HashFeed:
 
     def release(self, position: int) -> None:
         """The payload at ``position`` has been dealt with; others may be hashed in its place."""
-        with self.pool._changed:
+        with self.pool._lock:
             self._let_go(self._order[position])
-            self.pool._changed.notify_all()
+            self.pool._tell()
 
     def leave_out(self, positions: Collection[int]) -> None:
         """Want the payloads at ``positions`` no more; those behind move up. Before the first `get`."""
-        with self.pool._changed:
+        with self.pool._lock:
             gone = {self._order[position] for position in positions}
             self._order = [index for index in self._order if index not in gone]
             self.known = sum(index in self.pool._known for index in self._order)
             self._next = 0
             for index in gone:
                 self._let_go(index)
-            self.pool._changed.notify_all()
+            self.pool._tell()
 
     def close(self) -> None:
         """Want no more hashes; what another feed wants goes on."""
-        with self.pool._changed:
+        with self.pool._lock:
             self._next = len(self._order)
             self._held.clear()
             self._bytes = 0
-            self.pool._changed.notify_all()
+            self.pool._tell()
 
     # The lock is held in these.
 
@@ -343,12 +366,12 @@ class HashFeed:
         try:
             found = pool._hash(indices, check)
         except BaseException as error:
-            with pool._changed:
+            with pool._lock:
                 for index in indices:
                     pool._state[index] = _State.WAITING
                 if isinstance(error, ModelError):
                     pool._failure = pool._failure or error
-                pool._changed.notify_all()
+                pool._tell()
             raise
-        with pool._changed:
+        with pool._lock:
             pool._note(indices, found)

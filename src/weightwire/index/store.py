@@ -290,8 +290,9 @@ def _close(connection: sqlite3.Connection) -> None:
 def _transaction(connection: sqlite3.Connection, work: Callable[[sqlite3.Connection], _T]) -> _T:
     import sqlite3
 
-    connection.execute("BEGIN IMMEDIATE")
     try:
+        # Within: an interrupt that comes right after it would leave all others locked out.
+        connection.execute("BEGIN IMMEDIATE")
         result = work(connection)
         connection.execute("COMMIT")
     except BaseException:

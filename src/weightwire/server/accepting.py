@@ -63,9 +63,10 @@ class Acceptor:
             ) from error
         for end in (woken, wake):
             self._undo.callback(end.close)
-        thread = Thread(target=self._accept_all, args=(woken,), name="weightwire-accept", daemon=True)
-        start(thread)
-        self.thread, self._wake = thread, wake
+        # Before it is started: an interrupt may come right after.
+        self._wake = wake
+        self.thread = Thread(target=self._accept_all, args=(woken,), name="weightwire-accept", daemon=True)
+        start(self.thread)
 
     def stop(self) -> None:
         """Accept nobody any more: the thread ends soon."""

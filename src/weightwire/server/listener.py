@@ -26,7 +26,7 @@ from weightwire.server.served import Registry, ServedTensor
 from weightwire.server.session import Services, Session
 from weightwire.server.stats import Ledger, ServerStats
 from weightwire.server.waiting import WaitingRoom
-from weightwire.threads import Thread
+from weightwire.threads import Latch, Thread
 from weightwire.transport.address import format_sockaddr
 from weightwire.transport.devices import check_environment
 from weightwire.transport.memory import available_memory
@@ -124,7 +124,7 @@ class Server:
         self._started = False
         self._process: int | None = None
         self._closing = False
-        self._closed = threading.Event()
+        self._closed = Latch()
         self._closer: threading.Thread | None = None
         self._endpoints: tuple[str, ...] = ()
         self._acceptor: Acceptor | None = None
@@ -142,37 +142,57 @@ class Server:
         Raises TransportError where it cannot listen there, or no name server says within 30 seconds where that is;
         RdmaUnavailable where RDMA is required and cannot be had at any of the addresses it would listen on; ConfigError
         if the cache's directory cannot be made, a variable of RDMA cannot be used, or the server has been closed or was
-        started by another process. Does nothing if it has been started.
+        started by another process. Does nothing if it has been started. An interrupt (Ctrl-C) closes the
+        server if clients may have come.
         """
         if self._elsewhere():
             raise ConfigError("this server runs in the process that started it", hint="make a new one after a fork")
         # Without the lock: a name server may be waited for, and whoever closes the server meanwhile must not.
         addresses = [] if self._closing or self._started else look_up(self._host, self._port)
-        with self._lock:
-            self._check_open()
-            if self._started:
-                return self
-            if self._transport != "tcp":
-                check_environment(os.environ)
-            with contextlib.ExitStack() as undo:
+        acceptor: Acceptor | None = None
+        made = contextlib.ExitStack()
+        try:
+            with self._lock:
+                self._check_open()
+                if self._started:
+                    return self
+                if self._transport != "tcp":
+                    check_environment(os.environ)
                 cache = self._cache_at
                 if cache is not None and not isinstance(cache, TensorCache):
                     cache = TensorCache(cache, verify=self._cache_verify)
-                    undo.callback(cache.unmake)
+                    made.callback(cache.unmake)
                 self._prepare(cache)
-                self._listen(addresses)
-                made = undo.pop_all()
-            closed = self._closing  # by a signal handler, in the midst of this
-            if not closed:
+                acceptor = self._listen(addresses)
+                acceptor.start()
+                self._port = acceptor.names[0][1]
+                self._endpoints = tuple(map(format_sockaddr, acceptor.names))
+                self._check_open()
                 self._ledger.begin(cache)
                 self._started = True
                 self._process = os.getpid()
-        if closed:
+            # Without the lock, which the acceptor takes: a signal's handler may close the server, and wait for it.
+            self._acceptor = acceptor
+            self._check_open()
+            logger.info("serving protocol %s on %s", self._greeting.text, ", ".join(self._endpoints))
+        except BaseException:
             with made:
-                self._end(dict(self._sessions), self._waiting.everybody(), time.monotonic() + _JOIN_SECONDS)
-                self._check_open()
-        logger.info("serving protocol %s on %s", self._greeting.text, ", ".join(self._endpoints))
+                self._undo(acceptor)
+            raise
         return self
+
+    def _undo(self, acceptor: Acceptor | None) -> None:
+        """Leave nothing of a start that failed or was interrupted. If clients may have come, the server is closed."""
+        if acceptor is None:
+            return
+        if self._acceptor is None and (acceptor.thread is None or acceptor.thread.ended()):
+            acceptor.close()
+            return
+        self._acceptor = acceptor
+        if self._closing:
+            self._end(dict(self._sessions), self._waiting.everybody(), time.monotonic() + _JOIN_SECONDS)
+        else:
+            self.close()
 
     def _check_open(self) -> None:
         if self._closing:
@@ -200,7 +220,7 @@ class Server:
             optimized=self._optimized,
         )
 
-    def _listen(self, addresses: list[Address]) -> None:
+    def _listen(self, addresses: list[Address]) -> Acceptor:
         acceptor = Acceptor(
             listen_tcp(self._host, self._port, addresses),
             admit=self._admit,
@@ -212,11 +232,8 @@ class Server:
             undo.callback(acceptor.close)
             if self._transport == "rdma":
                 self._check_rdma([name[0] for name in acceptor.names])
-            acceptor.start()
             undo.pop_all()
-        self._acceptor = acceptor
-        self._port = acceptor.names[0][1]
-        self._endpoints = tuple(map(format_sockaddr, acceptor.names))
+        return acceptor
 
     @staticmethod
     def _check_rdma(addresses: list[str]) -> None:
@@ -300,7 +317,7 @@ class Server:
             if descriptor >= 0:
                 os.dup2(null, descriptor, inheritable=False)
         os.close(null)
-        self._closed = threading.Event()
+        self._closed = Latch()
         self._closed.set()
 
     @staticmethod

@@ -180,12 +180,12 @@ def _resolve(host: str, port: int, name: str, deadline: float | None) -> list[Ad
         return _addresses(host, port, socket.AI_NUMERICHOST)
     except (OSError, UnicodeError):
         pass  # a name, then
-    answer: list[list[Address] | OSError | UnicodeError] = []
+    answer: list[list[Address] | Exception] = []
 
     def look_up() -> None:
         try:
             answer.append(_addresses(host, port))
-        except (OSError, UnicodeError) as error:
+        except Exception as error:
             answer.append(error)
 
     thread = Thread(target=look_up, name=f"weightwire-resolve-{host}", daemon=True)
@@ -195,10 +195,12 @@ def _resolve(host: str, port: int, name: str, deadline: float | None) -> list[Ad
         if left <= 0:
             raise _TooLong
         thread.join(left)
-    found = answer[0]
+    found = answer.pop()  # an error is kept by nobody: it holds on to these frames
     if isinstance(found, list):
         return found
-    raise _no_address(name, found) from found
+    if isinstance(found, (OSError, UnicodeError)):
+        raise _no_address(name, found) from found
+    raise found  # for want of memory, say
 
 
 def _no_address(name: str, error: OSError | UnicodeError) -> TransportError:

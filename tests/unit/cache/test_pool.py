@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from support.cachedir import contents, name_of
+from support.everywhere import run_script
 from support.leaks import LeakCheck, eventually
 
 from weightwire.cache import verify_cache
@@ -44,58 +43,31 @@ def test_an_interrupt_while_a_thread_is_started(
 
 
 EVERYWHERE = """
-import ctypes, faulthandler, os, signal, sys, threading, time
+import threading
+from support.everywhere import Everywhere
 from weightwire import threads
 from weightwire.cache import pool
-
-faulthandler.dump_traceback_later(100, exit=True)
-FILES = {threading.__file__, pool.__file__, threads.__file__}
-kill, left = ctypes.PyDLL(None).kill, 0
-
-def trace(frame, event, argument):
-    global left
-    if frame.f_code.co_filename not in FILES:
-        return None
-    if event == "line":
-        left -= 1
-        if left == 0:
-            # Neither the C library's function nor unpacking looks for signals, and no further line is traced: what is
-            # interrupted is the traced code, where Python itself would look next.
-            sys.settrace(None)
-            (_,) = map(kill, (os.getpid(),), (signal.SIGINT,))
-    return trace
 
 def work(item, check):
     check()
     return item
 
-at = ended = 0
-while left <= 0:
-    at += 1
-    left, took = at, []
+everywhere = Everywhere(threading, pool, threads)
+for _ in everywhere:
+    took = []
     try:
-        sys.settrace(trace)
-        try:
-            pool.run_each(range(6), work, 2, took=took.append)
-        finally:
-            sys.settrace(None)
+        everywhere.trace(lambda: pool.run_each(range(6), work, 2, took=took.append))
     except KeyboardInterrupt:
-        ended += 1
+        everywhere.count += 1
     else:
         assert sorted(took) == list(range(6)), took
-    deadline = time.monotonic() + 20
-    while threading.active_count() > 1:
-        assert time.monotonic() < deadline, at
-        time.sleep(0.001)
-print(ended)
+    everywhere.settle()
+print(everywhere.count)
 """
 
 
 def test_an_interrupt_at_any_line() -> None:
-    """By a real signal, in a process whose other threads the system could not give it to."""
-    done = subprocess.run([sys.executable, "-c", EVERYWHERE], capture_output=True, text=True, timeout=110)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) > 100
+    assert run_script(EVERYWHERE) > 100
 
 
 @pytest.mark.parametrize("who", ["took", "watch"])

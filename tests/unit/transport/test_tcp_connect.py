@@ -4,7 +4,7 @@ import errno
 import select
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -186,6 +186,22 @@ def addresses(*hosts: str, port: int) -> Any:
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, port)) for host in hosts]
 
     return getaddrinfo
+
+
+@pytest.mark.parametrize("error", [MemoryError(), LookupError("unknown encoding: idna")])
+@pytest.mark.parametrize("use", [lambda: connect_tcp("name:1", 20.0), lambda: tcp.listen_tcp("name", 1)])
+def test_a_lookup_for_which_memory_is_short(
+    error: Exception, use: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is on another thread, and whoever asked is told."""
+
+    def getaddrinfo(*_: Any, flags: int = 0, **__: Any) -> Any:
+        raise socket.gaierror(socket.EAI_NONAME, "not a number") if flags & socket.AI_NUMERICHOST else error
+
+    monkeypatch.setattr(tcp.socket, "getaddrinfo", getaddrinfo)
+    with pytest.raises(type(error)) as caught:
+        use()
+    assert caught.value is error
 
 
 def test_every_address_is_tried_until_one_answers(monkeypatch: pytest.MonkeyPatch) -> None:
