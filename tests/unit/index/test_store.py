@@ -93,7 +93,8 @@ def test_what_is_given_out_is_what_was_recorded(
     index: HashIndex, place: Path, model: Path, tmp_path: Path, opened: Opener
 ) -> None:
     """Whichever bit flips in a table: of its columns' values, their types and lengths, and of how rows are found."""
-    other = tmp_path / "other.gguf"
+    # A path is among what is stored: as many bits of one at least, wherever the temporary files are.
+    other = tmp_path / f"{'other':_<{max(5, 105 - len(str(tmp_path)))}}.gguf"
     other.write_bytes(CONTENT)
     ranges = [each for path in (model, other) for each in ranges_of(path, opened(path), 2)]
     hashes = remember(index, ranges)
