@@ -254,7 +254,7 @@ def test_a_hook_that_fails() -> None:
 
 
 def test_full() -> None:
-    with Server(port=0, memory=4096, max_clients=1, hello_timeout=0.5) as server, RawClient(server.port):
+    with Server(port=0, memory=4096, max_clients=1, hello_timeout=2.0) as server, RawClient(server.port):
         with RawClient(server.port, hello=False) as second:
             assert reached(server, connections_waiting=1, connections_open=1, connections_accepted=1)
             assert second.closed()

@@ -268,7 +268,7 @@ def test_half_an_answer_is_a_stall_and_not_a_busy_server(no_leaks: LeakCheck) ->
         peer.rest()
 
     with ScriptedServer(server) as scripted, pytest.raises(TransferTimeout) as caught:
-        open_connection(scripted.endpoint, 0.3)
+        open_connection(scripted.endpoint, 2.0)  # in which the three bytes come, on a busy machine
     assert not isinstance(caught.value, ServerBusy)
     assert caught.value.bytes_done == 3
 
