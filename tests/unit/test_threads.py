@@ -74,7 +74,15 @@ thread = Thread(target=release.wait, args=(20,))
 thread.start()
 assert not thread.ended()
 
+def joins():
+    frame = sys._current_frames()[threading.main_thread().ident]
+    while frame and frame.f_code is not Thread.join.__code__:
+        frame = frame.f_back
+    return frame is not None
+
 def interrupt():
+    while not joins():
+        time.sleep(0.01)
     time.sleep(0.2)
     os.kill(os.getpid(), signal.SIGINT)
 
