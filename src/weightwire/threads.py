@@ -141,7 +141,7 @@ class Latch:
 
 def start(thread: Thread, endpoint: str = "") -> None:
     """Start ``thread``. TransportError (EAGAIN; ``endpoint`` is what the thread is for) where the system has none to
-    give, pthread_create(3); the thread may not be joined then.
+    give, pthread_create(3); the thread never did any work then.
     """
     try:
         thread.start()
