@@ -14,7 +14,7 @@ from typing import IO, TYPE_CHECKING, Final
 if TYPE_CHECKING:
     import sqlite3
 
-__all__ = ["Unusable", "connect", "is_busy", "is_damage", "move_aside"]
+__all__ = ["Unusable", "connect", "file_at", "is_busy", "is_damage", "is_gone", "move_aside"]
 
 _APPLICATION: Final = 0x77777869
 """SQLite's application_id of an index: "wwxi"."""
@@ -78,6 +78,15 @@ def connect(path: Path) -> sqlite3.Connection:
     return connection
 
 
+def file_at(path: Path) -> tuple[int, int] | None:
+    """(device, inode) of what is at ``path``; None if that cannot be told."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
 def _place(path: Path) -> str:
     """The file that SQLite is to open. Unusable where it would find anything but files: a FIFO blocks for ever.
 
@@ -111,7 +120,10 @@ def _no_text(data: bytes) -> None:
 
 
 def _check(connection: sqlite3.Connection) -> None:
-    if _made(connection):
+    connection.execute("BEGIN")  # what is looked at is of one moment: another process may be making it
+    made = _made(connection)
+    connection.execute("COMMIT")
+    if made:
         return
     connection.execute("BEGIN IMMEDIATE")
     try:
@@ -164,23 +176,27 @@ def is_damage(error: Exception) -> bool:
     return code in (11, 19, 26) or (code == 1 and "no such" in str(error)) or isinstance(error, UnicodeDecodeError)
 
 
+def is_gone(error: Exception) -> bool:
+    """Whether the file that is open is not the one of that name any more (SQLITE_READONLY_DBMOVED): moved aside by
+    another process, or deleted. Only who is to write is told.
+    """
+    return getattr(error, "sqlite_errorcode", 0) == 1032
+
+
 def move_aside(path: Path, seen: tuple[int, int] | None) -> None:
     """Rename a damaged index to ``<name>.damaged``, unless another process has done so since ``seen`` was there.
 
-    ``seen`` is its (device, inode). Afterwards the place is free or holds another file. Unusable where that cannot be
+    ``seen`` is its `file_at`. Afterwards the place is free or holds another file. Unusable where that cannot be
     done; a file that was never an index, as a mistaken WEIGHTWIRE_INDEX may name, is left where it is, and nothing is
     made beside it.
     """
     try:
-        if not _was_ours(path):
-            raise Unusable("it is no index of hashes")
+        if not _is_still(path, seen):
+            return
         with os.fdopen(_open_file(_lock_of(path), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW), "rb") as lock:
             _take(lock)
-            found = os.stat(path)
-            if seen is not None and (found.st_dev, found.st_ino) != seen:
+            if not _is_still(path, seen):  # another one may have come while the lock was waited for
                 return
-            if not _was_ours(path):  # another one may have come while the lock was waited for
-                raise Unusable("it is no index of hashes")
             # First what lies beside it: it must never be played back into the index that is begun anew.
             for each in _BESIDE:
                 with contextlib.suppress(FileNotFoundError):
@@ -194,16 +210,21 @@ def move_aside(path: Path, seen: tuple[int, int] | None) -> None:
         raise Unusable(f"it is damaged and cannot be moved aside: {error.strerror or error}") from error
 
 
-def _was_ours(path: Path) -> bool:
-    """Whether the damaged file at ``path`` is an index by its head, or by its name where it has no database's head."""
+def _is_still(path: Path, seen: tuple[int, int] | None) -> bool:
+    """Whether the file at ``path`` is the damaged one. Unusable if that was never an index: it is one by its head, or
+    by its name where it has no database's head.
+    """
     with os.fdopen(_open_file(path, os.O_RDONLY), "rb") as file:
+        found = os.fstat(file.fileno())
+        if seen is not None and (found.st_dev, found.st_ino) != seen:
+            return False
         start = file.read(_APPLICATION_AT + 4)
-    if not start.startswith(_MAGIC):
-        return path.suffix == ".sqlite3"
-    if start[_APPLICATION_AT:] != _APPLICATION.to_bytes(4, "big"):
-        return False
+    database = start.startswith(_MAGIC)
+    ours = start[_APPLICATION_AT:] == _APPLICATION.to_bytes(4, "big") if database else path.suffix == ".sqlite3"
+    if not ours:
+        raise Unusable("it is no index of hashes")
     version = int.from_bytes(start[_VERSION_AT : _VERSION_AT + 4], "big")
-    if version > _VERSION:
+    if database and version > _VERSION:
         # Not damaged: another process has brought it into its own form since it was opened here.
         raise Unusable(_of_another_form(version))
     return True

@@ -234,6 +234,11 @@ class HashIndex:
                                 "index %s: %s failed: others hold it locked; not used for now", self.path, what
                             )
                         return None
+                    if database.is_gone(error):
+                        self.close()  # what has its name now is opened
+                        if time.monotonic() < deadline:
+                            continue
+                        return None
                     if quiet:
                         return None
                     if not database.is_damage(error):
@@ -253,11 +258,9 @@ class HashIndex:
     def _open(self) -> sqlite3.Connection:
         if self._connection is None:
             assert self.path is not None
-            self._seen = None
-            with contextlib.suppress(OSError):
-                found = os.stat(self.path)
-                self._seen = (found.st_dev, found.st_ino)
+            self._seen = database.file_at(self.path)
             self._connection = database.connect(self.path)
+            self._seen = database.file_at(self.path)  # another process may just have begun it anew
         return self._connection
 
     def _mend(self, error: Exception) -> None:
