@@ -95,16 +95,7 @@ class HashIndex:
             if path is None
             else "give another path, or do without: index=False"
         )
-        self._begin()
-
-    def _begin(self) -> None:
-        self._pid = os.getpid()
-        self._lock = threading.RLock()
-        self._connection: sqlite3.Connection | None = None
-        self._seen: tuple[int, int] | None = None
-        self._off = self.path is None
-        self._rest_until = 0.0
-        self._mended = False
+        self._states: dict[int, _State] = {}
 
     def __enter__(self) -> HashIndex:
         return self
@@ -118,16 +109,11 @@ class HashIndex:
     @property
     def enabled(self) -> bool:
         """False if there is no index, or its file turned out to be of no use."""
-        return not self._off
+        return not self._own().off
 
     def close(self) -> None:
         """Close the file. Idempotent; the next use would open it again."""
-        if self._pid != os.getpid():
-            return  # it is the parent's
-        with self._lock:
-            connection, self._connection = self._connection, None
-            if connection is not None:
-                _close(connection)
+        self._own().close()
 
     def find(self, ranges: Sequence[FileRange]) -> list[Hashes | None]:
         """What is known of each range, in order: None for one that is not known, or whose file has changed since, or
@@ -135,7 +121,7 @@ class HashIndex:
 
         Costs one fstat(2) and two queries for each file, and a look at this process's mappings.
         """
-        if not self._usable():
+        if not self._own().usable():
             return [None] * len(ranges)
         identities: dict[int, FileIdentity] = {}
         for fd in _dated(ranges):
@@ -159,7 +145,7 @@ class HashIndex:
         show, nor for what `find` would not look for, nor for hashes without a BLAKE3. What was known of an earlier
         content of the file, or of an earlier file of its path, is dropped.
         """
-        if not self._usable():
+        if not self._own().usable():
             return 0
         files: dict[int, list[tuple[FileRange, str, Hashes]]] = {}
         for entry in entries:
@@ -200,28 +186,24 @@ class HashIndex:
 
         ``work`` that ``writes`` is one transaction.
         """
-        if self._pid != os.getpid():
-            # A connection must not be carried over a fork, nor a lock that another thread held. It is not closed: the
-            # parent goes on using it.
-            _ABANDONED.append(self._connection)
-            self._begin()
-        if not self._usable():
+        own = self._own()
+        if not own.usable():
             return None
         try:
             import sqlite3
         except ImportError:
-            self._give_up("it cannot be used: this Python has no sqlite3 module")
+            self._give_up(own, "it cannot be used: this Python has no sqlite3 module")
             return None
         deadline = time.monotonic() + seconds
-        with self._lock:
+        with own.lock:
             while True:
                 opened = False
                 try:
-                    connection = self._open()
+                    connection = self._open(own)
                     opened = True
                     return _transaction(connection, work) if writes else work(connection)
                 except database.Unusable as error:
-                    self._give_up(f"it cannot be used: {error}")
+                    self._give_up(own, f"it cannot be used: {error}")
                     return None
                 except (sqlite3.Error, OverflowError, ValueError) as error:
                     if database.is_busy(error):
@@ -229,58 +211,87 @@ class HashIndex:
                             time.sleep(0.01)
                             continue
                         if not quiet:
-                            self._rest_until = time.monotonic() + _REST_SECONDS
+                            own.rest_until = time.monotonic() + _REST_SECONDS
                             logger.warning(
                                 "index %s: %s failed: others hold it locked; not used for now", self.path, what
                             )
                         return None
                     if database.is_gone(error):
-                        self.close()  # what has its name now is opened
+                        own.close()  # what has its name now is opened
                         if time.monotonic() < deadline:
                             continue
                         return None
                     if quiet:
                         return None
                     if not database.is_damage(error):
-                        tried = f"{what} failed" if opened else f"it cannot be {'opened' if self._seen else 'made'}"
-                        self._give_up(f"{tried}: {error}")
+                        tried = f"{what} failed" if opened else f"it cannot be {'opened' if own.seen else 'made'}"
+                        self._give_up(own, f"{tried}: {error}")
                         return None
                     try:
-                        self._mend(error)
+                        self._mend(own, error)
                     except database.Unusable as why:
-                        self._give_up(f"it cannot be used: {why} ({error})")
+                        self._give_up(own, f"it cannot be used: {why} ({error})")
                         return None
 
-    def _usable(self) -> bool:
-        """Whether there is an index, and it is not at rest. A fork of its process is to find out for itself."""
-        return self._pid != os.getpid() or (not self._off and time.monotonic() >= self._rest_until)
+    def _own(self) -> _State:
+        """This process's state. Of several threads that are the first in a fork, all get the same one."""
+        pid = os.getpid()
+        state = self._states.get(pid)
+        if state is None:
+            _ABANDONED.extend(self._states.values())
+            state = self._states.setdefault(pid, _State(self.path is None))
+        return state
 
-    def _open(self) -> sqlite3.Connection:
-        if self._connection is None:
+    def _open(self, own: _State) -> sqlite3.Connection:
+        if own.connection is None:
             assert self.path is not None
-            self._seen = database.file_at(self.path)
-            self._connection = database.connect(self.path)
-            self._seen = database.file_at(self.path)  # another process may just have begun it anew
-        return self._connection
+            own.seen = database.file_at(self.path)
+            own.connection = database.connect(self.path)
+            own.seen = database.file_at(self.path)  # another process may just have begun it anew
+        return own.connection
 
-    def _mend(self, error: Exception) -> None:
+    def _mend(self, own: _State, error: Exception) -> None:
         """Move a damaged file aside, once, so that a new one can be begun. Unusable if it cannot be done."""
         assert self.path is not None
-        self.close()
-        if self._mended:
+        own.close()
+        if own.mended:
             raise database.Unusable("it is damaged again")
-        database.move_aside(self.path, self._seen)
-        self._mended = True
+        database.move_aside(self.path, own.seen)
+        own.mended = True
         logger.warning("index %s: it is damaged (%s); moved aside and begun anew", self.path, error)
 
-    def _give_up(self, why: str) -> None:
-        self.close()
-        self._off = True
+    def _give_up(self, own: _State, why: str) -> None:
+        own.close()
+        own.off = True
         logger.warning("index %s: %s; hashes are computed instead (%s)", self.path, why, self._otherwise)
 
 
-_ABANDONED: list[sqlite3.Connection | None] = []
-"""Connections of a parent process: never closed, never used."""
+class _State:
+    """What one process has of an index: after a fork neither a connection may be used that the parent has, nor a lock
+    that another of its threads held.
+    """
+
+    def __init__(self, off: bool) -> None:
+        self.lock = threading.RLock()
+        self.connection: sqlite3.Connection | None = None
+        self.seen: tuple[int, int] | None = None
+        self.off = off
+        self.rest_until = 0.0
+        self.mended = False
+
+    def usable(self) -> bool:
+        """Whether there is an index, and it is not at rest."""
+        return not self.off and time.monotonic() >= self.rest_until
+
+    def close(self) -> None:
+        with self.lock:
+            connection, self.connection = self.connection, None
+            if connection is not None:
+                _close(connection)
+
+
+_ABANDONED: Final[list[_State]] = []
+"""What parent processes have: never closed, as they go on using it, and never used."""
 
 
 def _close(connection: sqlite3.Connection) -> None:

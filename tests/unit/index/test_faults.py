@@ -176,7 +176,7 @@ def test_a_locked_one_is_waited_for_once_and_not_for_long(
                 assert index.record([(ranges[0], "t", hashes[0])], {ranges[0].fd: identity_of(ranges[0].fd)}) == 0
             assert len(said(caplog)) == 1
             raw.execute("ROLLBACK")
-            index._rest_until = 0.0  # half a minute later
+            index._own().rest_until = 0.0  # half a minute later
             assert index.find(ranges) == hashes
     finally:
         raw.close()

@@ -288,7 +288,7 @@ def test_after_a_fork_both_go_on(index: HashIndex, model: Path, tmp_path: Path, 
     other = tmp_path / "other"
     other.write_bytes(CONTENT)
     theirs = ranges_of(other, opened(other))
-    with index._lock:  # as if another thread were at work
+    with index._own().lock:  # as if another thread were at work
         child = os.fork()
         if not child:
             code = 1
@@ -302,6 +302,37 @@ def test_after_a_fork_both_go_on(index: HashIndex, model: Path, tmp_path: Path, 
     assert os.waitpid(child, 0)[1] == 0
     assert None not in index.find(theirs)
     assert remember(index, ranges) == hashes
+
+
+def test_after_a_fork_its_threads_begin_at_once(
+    index: HashIndex, ranges: list[FileRange], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that finds another making the child's lock is not to wait for the parent's, which nobody gives back."""
+    hashes = remember(index, ranges)
+    make = threading.RLock
+    found: list[object] = []
+
+    def made_by_two() -> object:
+        monkeypatch.setattr(store.threading, "RLock", make)
+        other = threading.Thread(target=lambda: found.append(index.find(ranges)), daemon=True)
+        other.start()
+        other.join(30)
+        return make()
+
+    with index._own().lock:
+        child = os.fork()
+        if not child:
+            code = 1
+            try:
+                monkeypatch.setattr(store.threading, "RLock", made_by_two)
+                assert index.find(ranges) == hashes
+                assert found == [hashes]
+                assert len(index._states) == 2
+                code = 0
+            finally:
+                os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    assert index.find(ranges) == hashes
 
 
 def test_closing_gives_everything_back(place: Path, model: Path, no_leaks: object) -> None:
