@@ -198,9 +198,22 @@ def test_a_model_on_two_servers_has_a_section_with_the_split_of_each(
     assert len(cells(split, "test_split[new-cold]")) == 2
 
 
+def test_what_is_measured_on_request_has_a_section_if_it_was(
+    script: Callable, write: Callable, benchmarks: dict, tmp_path: Path, report: str
+) -> None:
+    title = "Through the cache, 876 tensors in a 27B model's proportions"
+    assert f"# {title}" not in report
+    path = write({"test_cache[mix-shaped-cold]": benchmarks["test_push_uncached[mix]"]})
+    assert script("report.py", path, "--out", tmp_path, "--no-plots").returncode == 0
+    mix = section((tmp_path / "REPORT.md").read_text(), title)
+    assert [row[2] for row in cells(mix, "the mix at 2.5 Gbit/s, cold")] == ["socket pair", "stock pair"]
+    assert cells(mix, "the mix on loopback, warm")[0][1:] == ["not measured"] * 5
+
+
 def test_sections_list_benchmarks_that_exist() -> None:
     import report as module
 
     functions = "\n".join(path.read_text() for path in BENCHMARKS.glob("test_*.py"))
     for name in [name for _, rows in module.SECTIONS for name in rows] + list(module.MORE):
         assert f"def {name.split('[')[0]}(" in functions
+    assert {title for title, _ in module.SECTIONS} >= module.ON_REQUEST
