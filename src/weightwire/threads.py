@@ -19,6 +19,8 @@ NO_THREAD: Final = "pthread_create"
 """The ``operation`` of such an error."""
 
 _LOOK: Final = 0.05
+_LOOK_AGAIN: Final = 1.0
+"""Seconds after which who waits for a latch looks for himself, should nobody have got to tell him."""
 
 
 class Thread(threading.Thread):
@@ -130,13 +132,20 @@ class Latch:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until it is set, at most ``timeout`` seconds. Whether it is."""
-        if not self._set:
+        until = None if timeout is None else time.monotonic() + timeout
+        while not self._set:
+            left = _LOOK_AGAIN if until is None else min(_LOOK_AGAIN, until - time.monotonic())
+            if left <= 0:
+                break
             try:
-                self._told.get(timeout=timeout)
+                self._told.get(timeout=left)
             except Empty:
-                return self._set
-            self._told.put(None)  # for the next one
-        return True
+                pass
+            finally:
+                # For the next one, even if what was taken is lost to an interrupt.
+                if self._set:
+                    self._told.put(None)
+        return self._set
 
 
 def start(thread: Thread, endpoint: str = "") -> None:
