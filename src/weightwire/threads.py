@@ -26,8 +26,9 @@ _LOOK_AGAIN: Final = 1.0
 class Thread(threading.Thread):
     """A thread of which Ctrl-C, whenever it comes, leaves a true picture.
 
-    `threading.Thread` has two gaps: an interrupted start may leave a lock taken that the new thread waits for, and up
-    to Python 3.12 an interrupted join takes a thread that is at work for one that has ended.
+    `threading.Thread` has three gaps: an interrupted start may leave a lock taken that the new thread waits for; and up
+    to Python 3.12 an interrupted join takes a thread that is at work for one that has ended, and one by a handler that
+    comes within another waits for ever.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class Thread(threading.Thread):
         super().__init__(target=target, name=name, args=args, daemon=daemon)
         self._begun = False
         self._over = False
+        self._within = False
         self._running = threading.Lock()
         self._running.acquire()
         self._go: threading.Lock | None = None
@@ -111,6 +113,16 @@ class Thread(threading.Thread):
             # Who is interrupted right after this leaves it locked, so it only shortens the wait.
             if self._running.acquire(timeout=left):
                 self._running.release()
+        if threading.current_thread() is not threading.main_thread():
+            self._join_over(until)
+        elif not self._within:  # else a handler's that came in there: what it would wait for, the main thread holds
+            self._within = True
+            try:
+                self._join_over(until)
+            finally:
+                self._within = False
+
+    def _join_over(self, until: float | None) -> None:
         super().join(None if until is None else max(0.0, until - time.monotonic()))
 
     def ended(self) -> bool:

@@ -165,6 +165,32 @@ def test_no_handler_runs_within_the_start_of_a_thread(name: str) -> None:
     assert run_script(EVERYWHERE, name) > 10
 
 
+JOINED = """
+import signal, threading
+from support.everywhere import Everywhere
+from weightwire import threads
+
+def handler(number, frame):
+    everywhere.count += 1
+    thread.join()
+    assert thread.ended()
+
+signal.signal(signal.SIGINT, handler)
+everywhere = Everywhere(threading, threads)
+for _ in everywhere:
+    thread = threads.Thread(target=int)
+    thread.start()
+    everywhere.trace(thread.join)
+    everywhere.settle()
+print(everywhere.count)
+"""
+
+
+def test_a_handler_may_join_what_is_being_joined() -> None:
+    """`threading.Thread` holds a lock as it finds that it has ended, up to Python 3.12, and would wait for it."""
+    assert run_script(JOINED) > 10
+
+
 def test_the_child_of_a_fork_has_none_to_wait_for() -> None:
     release = threading.Event()
     thread = Thread(target=release.wait, args=(60,))
