@@ -178,19 +178,22 @@ class Server:
             self._check_open()
             logger.info("serving protocol %s on %s", self._greeting.text, ", ".join(self._endpoints))
         except BaseException:
+            known = self._acceptor is not None
+            if acceptor is not None:  # nothing is called before: if this is interrupted, too, `close` knows of it
+                self._acceptor = acceptor
             with made:
-                self._undo(acceptor)
+                self._undo(acceptor, known)
             raise
         return self
 
-    def _undo(self, acceptor: Acceptor | None) -> None:
+    def _undo(self, acceptor: Acceptor | None, known: bool) -> None:
         """Leave nothing of a start that failed or was interrupted. If clients may have come, the server is closed."""
         if acceptor is None:
             return
-        if self._acceptor is None and (acceptor.thread is None or acceptor.thread.ended()):
+        if not known and (acceptor.thread is None or acceptor.thread.ended()):
             acceptor.close()
+            self._acceptor = None
             return
-        self._acceptor = acceptor
         if self._closing:  # by somebody who knew nothing of the acceptor
             self._ending = Ending(self._end, _WAIT_SECONDS)
         self.close()
