@@ -19,13 +19,16 @@ NO_THREAD: Final = "pthread_create"
 """The ``operation`` of such an error."""
 
 _LOOK: Final = 0.05
+_LOOK_AGAIN: Final = 1.0
+"""Seconds after which who waits for a latch looks for himself, should nobody have got to tell him."""
 
 
 class Thread(threading.Thread):
     """A thread of which Ctrl-C, whenever it comes, leaves a true picture.
 
-    `threading.Thread` has two gaps: an interrupted start may leave a lock taken that the new thread waits for, and up
-    to Python 3.12 an interrupted join takes a thread that is at work for one that has ended.
+    `threading.Thread` has three gaps: an interrupted start may leave a lock taken that the new thread waits for; and up
+    to Python 3.12 an interrupted join takes a thread that is at work for one that has ended, and one by a handler that
+    comes within another waits for ever.
     """
 
     def __init__(
@@ -39,6 +42,7 @@ class Thread(threading.Thread):
         super().__init__(target=target, name=name, args=args, daemon=daemon)
         self._begun = False
         self._over = False
+        self._within = False
         self._running = threading.Lock()
         self._running.acquire()
         self._go: threading.Lock | None = None
@@ -109,6 +113,16 @@ class Thread(threading.Thread):
             # Who is interrupted right after this leaves it locked, so it only shortens the wait.
             if self._running.acquire(timeout=left):
                 self._running.release()
+        if threading.current_thread() is not threading.main_thread():
+            self._join_over(until)
+        elif not self._within:  # else a handler's that came in there: what it would wait for, the main thread holds
+            self._within = True
+            try:
+                self._join_over(until)
+            finally:
+                self._within = False
+
+    def _join_over(self, until: float | None) -> None:
         super().join(None if until is None else max(0.0, until - time.monotonic()))
 
     def ended(self) -> bool:
@@ -130,13 +144,20 @@ class Latch:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until it is set, at most ``timeout`` seconds. Whether it is."""
-        if not self._set:
+        until = None if timeout is None else time.monotonic() + timeout
+        while not self._set:
+            left = _LOOK_AGAIN if until is None else min(_LOOK_AGAIN, until - time.monotonic())
+            if left <= 0:
+                break
             try:
-                self._told.get(timeout=timeout)
+                self._told.get(timeout=left)
             except Empty:
-                return self._set
-            self._told.put(None)  # for the next one
-        return True
+                pass
+            finally:
+                # For the next one, even if what was taken is lost to an interrupt.
+                if self._set:
+                    self._told.put(None)
+        return self._set
 
 
 def start(thread: Thread, endpoint: str = "") -> None:

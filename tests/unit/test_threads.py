@@ -165,6 +165,32 @@ def test_no_handler_runs_within_the_start_of_a_thread(name: str) -> None:
     assert run_script(EVERYWHERE, name) > 10
 
 
+JOINED = """
+import signal, threading
+from support.everywhere import Everywhere
+from weightwire import threads
+
+def handler(number, frame):
+    everywhere.count += 1
+    thread.join()
+    assert thread.ended()
+
+signal.signal(signal.SIGINT, handler)
+everywhere = Everywhere(threading, threads)
+for _ in everywhere:
+    thread = threads.Thread(target=int)
+    thread.start()
+    everywhere.trace(thread.join)
+    everywhere.settle()
+print(everywhere.count)
+"""
+
+
+def test_a_handler_may_join_what_is_being_joined() -> None:
+    """`threading.Thread` holds a lock as it finds that it has ended, up to Python 3.12, and would wait for it."""
+    assert run_script(JOINED) > 10
+
+
 def test_the_child_of_a_fork_has_none_to_wait_for() -> None:
     release = threading.Event()
     thread = Thread(target=release.wait, args=(60,))
@@ -194,6 +220,48 @@ def test_a_latch_lets_everybody_go(no_leaks: LeakCheck) -> None:
     assert gone == [True, True, True]
     assert latch.wait(0)
     assert latch.wait()
+
+
+WAITING = """
+import sys, threading, time
+from support.everywhere import Everywhere
+from weightwire import threads
+
+def both(frame):
+    # The signal comes at this very line, and the latch is set right before: what tells of that may be taken in it.
+    global line
+    line += 1
+    if line == everywhere.at:
+        latch.set()
+    return False
+
+def waits():
+    frame = sys._current_frames().get(other.ident)
+    while frame and frame.f_code is not threads.Latch.wait.__code__:
+        frame = frame.f_back
+    return frame is not None
+
+sys.setswitchinterval(30)  # the other one is waiting, or has not begun; and it takes nothing before this one does
+everywhere = Everywhere(threads, but=both)
+for _ in everywhere:
+    line, latch = 0, threads.Latch()
+    other = threading.Thread(target=latch.wait, daemon=True)
+    other.start()
+    while not waits():
+        time.sleep(0.001)
+    try:
+        everywhere.trace(lambda: latch.wait(0.05))
+    except KeyboardInterrupt:
+        everywhere.count += 1
+    else:
+        latch.set()
+    everywhere.settle()
+print(everywhere.count)
+"""
+
+
+def test_who_is_interrupted_takes_nothing_from_the_others_that_wait() -> None:
+    assert run_script(WAITING) > 3
 
 
 def test_it_cannot_wait_for_itself(no_leaks: LeakCheck) -> None:

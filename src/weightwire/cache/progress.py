@@ -19,10 +19,15 @@ bytes.
 
 
 class Progress:
-    """``condition`` guards what several threads work on; who gets on with it says so. Thread-safe."""
+    """``condition`` guards what several threads work on; who gets on with it says so. Thread-safe.
+
+    A thread on which handlers of signals run takes ``lock``, which is the condition's: an interrupt within the latter's
+    own code would leave it taken.
+    """
 
     def __init__(self) -> None:
-        self.condition = threading.Condition()
+        self.lock = threading.RLock()
+        self.condition = threading.Condition(self.lock)
         self.hurried = False
         """Whether nobody waits any more."""
         self._count = 0

@@ -73,7 +73,7 @@ class Saver:
 
     def counts(self) -> tuple[int, int, int]:
         """How many entries have been stored; how many could not be; how many have arrived and are neither yet."""
-        with self.condition:
+        with self.progress.lock:
             return self._stored, self._lost, sum(save.received for save in self._pending)
 
     def begin(self, window: memoryview) -> Save | None:
@@ -199,7 +199,6 @@ class Saver:
         """
         if os.getpid() != self._process:
             return
-        atexit.unregister(self.close)
         deadline = time.monotonic() + timeout
         self.hurry()
         with self.condition:
@@ -226,6 +225,8 @@ class Saver:
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(max(0.1, deadline - time.monotonic()))
+        # Last: a process that does not wait for whoever is in here does it again as it ends.
+        atexit.unregister(self.close)
 
     def hashed(self, save: Save) -> None:
         """A tensor has been hashed to its end, or is not to be kept after all. The lock is held."""

@@ -67,7 +67,7 @@ class TensorCache:
         self.quarantined = 0
         """How many entries this object has moved to quarantine."""
         self._counting = threading.Lock()
-        self._complained = threading.Event()
+        self._complained = False
         self._stuck: set[tuple[int, str]] = set()
         self._sound: set[tuple[int, ...]] = set()
         self._sweep()
@@ -251,12 +251,12 @@ class TensorCache:
 
     def written(self) -> None:
         """Note that an entry could be written: the next failure is news again."""
-        self._complained.clear()
+        self._complained = False
 
     def lost(self, what: str, error: OSError) -> None:
         """Log that an entry could not be written: at WARNING if that is new, else at DEBUG."""
-        level = logging.DEBUG if self._complained.is_set() else logging.WARNING
-        self._complained.set()
+        level = logging.DEBUG if self._complained else logging.WARNING
+        self._complained = True
         logger.log(
             level,
             "cache %s: %s failed (%s); the tensor is served but not cached; not reported again until a write succeeds",

@@ -22,8 +22,8 @@ class Destination(ABC):
     of any size, from the thread that serves the client, and never for two pieces of one buffer at once. (One exception
     to the order: the pieces of a COPY_TENSOR that moves a tensor up within one buffer, onto part of itself, come last
     piece first, as each is read before it is overwritten.) It calls `read` for what the client reads back and `close`
-    once, when nobody needs the buffer any more. An exception from `write`, `read` or `fill` ends that client. A
-    derived class that has an ``__init__`` calls this one's.
+    once, from any thread, when nobody needs the buffer any more. An exception from `write`, `read` or `fill` ends that
+    client. A derived class that has an ``__init__`` calls this one's.
     """
 
     def __init__(self, nbytes: int, device: int = 0) -> None:

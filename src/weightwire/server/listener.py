@@ -20,13 +20,14 @@ from weightwire.server import arguments
 from weightwire.server.accepting import Acceptor
 from weightwire.server.capacity import MAX_PINNED, Capacity, Tally
 from weightwire.server.destinations import Destination, HostMemory
+from weightwire.server.ending import Ending
 from weightwire.server.plain import NoPopulator, PlainSaver
 from weightwire.server.populate import Populator
 from weightwire.server.served import Registry, ServedTensor
 from weightwire.server.session import Services, Session
 from weightwire.server.stats import Ledger, ServerStats
 from weightwire.server.waiting import WaitingRoom
-from weightwire.threads import Latch, Thread
+from weightwire.threads import Thread
 from weightwire.transport.address import format_sockaddr
 from weightwire.transport.devices import check_environment
 from weightwire.transport.memory import available_memory
@@ -40,6 +41,8 @@ __all__ = ["Server"]
 logger = logging.getLogger(__name__)
 
 _JOIN_SECONDS: Final = 5.0
+_WAIT_SECONDS: Final = 2 * _JOIN_SECONDS
+"""For the whole of the end: more than all that is waited for in it takes."""
 _MAX_BYTES: Final = (1 << 64) - 1
 _MAX_CLIENTS: Final = 4096
 
@@ -124,8 +127,7 @@ class Server:
         self._started = False
         self._process: int | None = None
         self._closing = False
-        self._closed = Latch()
-        self._closer: threading.Thread | None = None
+        self._ending = Ending(self._end, _WAIT_SECONDS)
         self._endpoints: tuple[str, ...] = ()
         self._acceptor: Acceptor | None = None
         self._populator = Populator() if self._optimized else NoPopulator()
@@ -176,23 +178,25 @@ class Server:
             self._check_open()
             logger.info("serving protocol %s on %s", self._greeting.text, ", ".join(self._endpoints))
         except BaseException:
+            known = self._acceptor is not None
+            if acceptor is not None:  # nothing is called before: if this is interrupted, too, `close` knows of it
+                self._acceptor = acceptor
             with made:
-                self._undo(acceptor)
+                self._undo(acceptor, known)
             raise
         return self
 
-    def _undo(self, acceptor: Acceptor | None) -> None:
+    def _undo(self, acceptor: Acceptor | None, known: bool) -> None:
         """Leave nothing of a start that failed or was interrupted. If clients may have come, the server is closed."""
         if acceptor is None:
             return
-        if self._acceptor is None and (acceptor.thread is None or acceptor.thread.ended()):
+        if not known and (acceptor.thread is None or acceptor.thread.ended()):
             acceptor.close()
+            self._acceptor = None
             return
-        self._acceptor = acceptor
-        if self._closing:
-            self._end(dict(self._sessions), self._waiting.everybody(), time.monotonic() + _JOIN_SECONDS)
-        else:
-            self.close()
+        if self._closing:  # by somebody who knew nothing of the acceptor
+            self._ending = Ending(self._end, _WAIT_SECONDS)
+        self.close()
 
     def _check_open(self) -> None:
         if self._closing:
@@ -250,7 +254,8 @@ class Server:
         """Stop accepting, end every client, finish what is being written to the cache, and free everything.
 
         Idempotent, and whoever calls it while another thread does the work waits for that; some seconds at the most, at
-        the price of entries that the disk does not take in time. Never raises.
+        the price of entries that the disk does not take in time. Never raises. Who is interrupted in it (Ctrl-C) only
+        waits no longer: the server is closed all the same, and calling this again, or the end of the process, waits.
 
         Arrays and views handed out stay valid. In a process that was forked while the server ran, this closes that
         process's descriptors and nothing else.
@@ -258,38 +263,38 @@ class Server:
         if self._elsewhere():
             self._close_inherited()
             return
+        try:
+            self._close()
+        except BaseException:
+            with self._lock:
+                self._closing = True
+            self._ending.begin()  # once more: the interrupt may have come before it had begun
+            raise
+
+    def _close(self) -> None:
         caller = threading.current_thread()
         with self._lock:
-            first = not self._closing
-            self._closing = True
-            if first:
-                self._closer = caller
-            sessions = dict(self._sessions)
-            waiting = self._waiting.everybody()
-            acceptor = self._acceptor.thread if self._acceptor is not None else None
-        if first:
-            try:
-                self._end(sessions, waiting, time.monotonic() + _JOIN_SECONDS)
-            finally:
-                with self._lock:
-                    self._ledger.end()
-                self._closed.set()
-        # Called back by the server, the closing thread may be waiting for this very one.
-        elif caller not in (self._closer, acceptor, *sessions.values()):
-            self._closed.wait(_JOIN_SECONDS)
+            self._closing = True  # from here on no session begins
+        acceptor = self._acceptor.thread if self._acceptor is not None else None
+        self._ending.run(called_back=caller in (acceptor, *list(self._sessions.values())))
 
-    def _end(self, sessions: dict[Session, Thread], waiting: list[TcpStream], deadline: float) -> None:
-        if self._acceptor is not None:
-            self._acceptor.stop()
+    def _end(self) -> None:
+        """All that closing is; done again, what is left of it. Without the lock: a signal's handler that waits for this
+        may have come where the main thread holds it.
+        """
+        deadline = time.monotonic() + _JOIN_SECONDS
+        acceptor, sessions = self._acceptor, dict(self._sessions)
+        if acceptor is not None:
+            acceptor.stop()
         if self._saver is not None:
             self._saver.hurry()
         for session in sessions:
             session.stop()
-        for stream in waiting:
+        if acceptor is not None:
+            self._join(acceptor.thread, deadline)
+            acceptor.close()
+        for stream in self._waiting.everybody():
             stream.close()
-        if self._acceptor is not None:
-            self._join(self._acceptor.thread, deadline)
-            self._acceptor.close()
         for thread in sessions.values():
             self._join(thread, deadline)
         if self._saver is not None:
@@ -297,6 +302,7 @@ class Server:
         self._workers.close(max(0.1, deadline - time.monotonic()))
         self._populator.close(max(0.0, deadline - time.monotonic()))
         self._registry.close()
+        self._ledger.end()
 
     def _elsewhere(self) -> bool:
         """Whether this process is a fork of the one in which the server runs."""
@@ -317,8 +323,8 @@ class Server:
             if descriptor >= 0:
                 os.dup2(null, descriptor, inheritable=False)
         os.close(null)
-        self._closed = Latch()
-        self._closed.set()
+        self._ending = Ending(self._end, _WAIT_SECONDS)
+        self._ending.over.set()
 
     @staticmethod
     def _join(thread: Thread | None, deadline: float) -> None:
@@ -340,7 +346,7 @@ class Server:
         """
         self.start()
         try:
-            self._closed.wait()
+            self._ending.over.wait()
         finally:
             self.close()
 

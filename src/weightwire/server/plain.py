@@ -80,7 +80,7 @@ class PlainSaver(Saver):
 
     def counts(self) -> tuple[int, int, int]:
         """As of `Saver`: what has arrived and is neither is being kept by the thread that received it."""
-        with self.condition:
+        with self.progress.lock:
             return self._stored, self._lost, self._keeping
 
     def begin(self, window: memoryview) -> Save | None:

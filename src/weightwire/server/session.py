@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -89,7 +88,7 @@ class Session:
         self._stream: ByteStream = stream
         self._services = services
         self._dialect = services.dialect
-        self._stopping = threading.Event()
+        self._stopping = False
         self._doing: int = Command.HELLO
         self._inside = False
         self._untried = False
@@ -128,7 +127,7 @@ class Session:
 
     def stop(self) -> None:
         """End the session: whatever it waits for comes back at once."""
-        self._stopping.set()
+        self._stopping = True
         self._filler.stop()
         self._stream.shutdown()
 
@@ -166,7 +165,7 @@ class Session:
                 while self._first() if self._untried else self._request():
                     pass
         except (BadRequest, ProtocolError) as error:
-            if not self._stopping.is_set():
+            if not self._stopping:
                 self._protocol_errors = int(isinstance(error, (BadMessage, ProtocolError)))
                 self._bad_requests = 1 - self._protocol_errors
             self._complain(str(error))
@@ -181,7 +180,7 @@ class Session:
             self._gone(str(error))
         except BaseException as error:
             # A hook of the embedder's may raise anything, SystemExit too.
-            if not self._stopping.is_set():
+            if not self._stopping:
                 self._failed = 1
                 log_failure(logger, error, "%s: connection closed: %s failed", self.client, self._what())
         finally:
@@ -220,7 +219,7 @@ class Session:
             self._services.pinned.give_back(nbytes)
 
     def _complain(self, text: str, what: str = "") -> None:
-        if not self._stopping.is_set():
+        if not self._stopping:
             self._failed = 1
             logger.warning("%s: %s: %s; connection closed", self.client, what or self._what(), text)
 
@@ -311,7 +310,7 @@ class Session:
     def _use(self, stream: ByteStream) -> None:
         self._stream = self._receiver.stream = self._commands.stream = stream
         self._recorder.watch(stream)
-        if self._stopping.is_set():
+        if self._stopping:
             # `stop` may have met the one before.
             stream.shutdown()
 

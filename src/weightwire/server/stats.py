@@ -120,7 +120,7 @@ class Counts:
 
 
 class Ledger:
-    """A server's own numbers, and those of the sessions that have ended. Used with the server's lock held."""
+    """A server's own numbers, and those of the sessions that have ended. All but `end` with the server's lock held."""
 
     def __init__(self) -> None:
         self.accepted = 0

@@ -53,6 +53,7 @@ class WaitingRoom:
 
     def everybody(self) -> list[TcpStream]:
         """Take all of them out."""
-        gone = [stream for _, stream in self._streams]
-        self._streams.clear()
+        gone = []
+        while (stream := self.next()) is not None:
+            gone.append(stream)
         return gone

@@ -58,3 +58,50 @@ print(everywhere.count)
 def test_nothing_is_left(handler: str) -> None:
     """No thread, no socket, though nobody closes what did not start; and nobody is waited for who waits himself."""
     assert run_script(EVERYWHERE, handler) > 10
+
+
+AGAIN = """
+import os, signal, sys
+from support.everywhere import Everywhere
+from weightwire import threads
+from weightwire.server import Server, accepting, ending, listener
+
+def held():
+    return len(os.listdir("/proc/self/fd"))
+
+def fails():
+    # The first look is before anything is made, the second one when the acceptor has begun, the third without the lock.
+    global looks
+    looks += 1
+    if looks == int(sys.argv[1]):
+        raise OSError
+
+def before_that(frame):
+    while frame is not None:
+        if frame.f_code is Server.start.__code__:
+            return looks < int(sys.argv[1])
+        frame = frame.f_back
+    return True
+
+with Server(port=0, transport="tcp"):
+    pass
+everywhere = Everywhere(threads, accepting, ending, listener, but=before_that)
+for _ in everywhere:
+    before, looks = held(), 0
+    server = Server(port=0, transport="tcp")
+    server._check_open = fails
+    try:
+        everywhere.trace(server.start)
+    except KeyboardInterrupt:
+        everywhere.count += 1
+    except OSError:
+        pass
+    server.close()
+    everywhere.settle(lambda: held() != before)
+print(everywhere.count)
+"""
+
+
+@pytest.mark.parametrize("look", ["2", "3"])
+def test_one_that_failed_and_is_interrupted_as_it_is_undone_can_be_closed(look: str) -> None:
+    assert run_script(AGAIN, look) > 10
