@@ -64,6 +64,11 @@ class TensorCache:
             raise ConfigError(f"verify={shown(verify)}", hint=f"one of {', '.join(CACHE_VERIFY_MODES)}")
         self.verify = verify
         self._made = make_directory(self.directory)
+        self._absolute = self.directory
+        with contextlib.suppress(OSError):  # the current directory has been removed
+            self._absolute = Path(os.path.abspath(self.directory))
+        self._found = self.directory not in self._made
+        """Whether somebody else made the directory, and nothing has been written to it here yet."""
         self.quarantined = 0
         """How many entries this object has moved to quarantine."""
         self._counting = threading.Lock()
@@ -78,6 +83,22 @@ class TensorCache:
     def unmake(self) -> None:
         """Remove the directories that were made for this object and are empty: what it was made for cannot begin."""
         unmake_directories(self._made)
+
+    def remake(self) -> bool:
+        """Make the directory again if whoever made it may have unmade it: another server, say, that could not begin.
+        One that goes later has been removed on purpose. Whether it is there.
+        """
+        if not self._found:
+            return False
+        try:
+            make_directory(self._absolute)
+        except WeightwireError:
+            return False
+        return True
+
+    def in_use(self) -> None:
+        """Note that something has been written to the directory: nobody unmakes it any more."""
+        self._found = False
 
     def path_for(self, content_hash: int) -> Path:
         """Where the entry for ``content_hash`` is or would be."""

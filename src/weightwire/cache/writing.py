@@ -41,8 +41,13 @@ class CacheWriter:
             cache.lost("making a temporary file", error)
 
     def _begin(self) -> None:
-        # mkstemp opens with 0600; the entry gets ordinary permissions when it is put in place.
-        fd, temp = tempfile.mkstemp(prefix=_TEMP_PREFIX, suffix=_TEMP_SUFFIX, dir=self._cache.directory)
+        try:
+            fd, temp = self._make()
+        except FileNotFoundError:
+            if not self._cache.remake():
+                raise
+            fd, temp = self._make()
+        self._cache.in_use()
         with contextlib.suppress(OSError):  # a file system without locks: nobody can take it for abandoned there
             fcntl.flock(fd, fcntl.LOCK_EX)
         # Somebody who starts may have looked at the file before it was locked, and removed it.
@@ -50,6 +55,10 @@ class CacheWriter:
             self._fd, self._temp = fd, temp
         else:
             os.close(fd)
+
+    def _make(self) -> tuple[int, str]:
+        # mkstemp opens with 0600; the entry gets ordinary permissions when it is put in place.
+        return tempfile.mkstemp(prefix=_TEMP_PREFIX, suffix=_TEMP_SUFFIX, dir=self._cache.directory)
 
     def __enter__(self) -> CacheWriter:
         return self

@@ -1,0 +1,161 @@
+"""What other processes do to a cache directory between two looks at it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.cachedir import entries_of, files_in, name_of
+
+from weightwire.cache import inspect, list_entries
+from weightwire.cache.directory import make_directory, unmake_directories
+from weightwire.cache.store import TensorCache
+from weightwire.errors import CacheDirectoryError
+
+DATA = bytes(range(256)) * 20
+NAME = name_of(DATA)
+
+
+class Once:
+    """Have ``then`` done once, ``after`` a function of ``where`` or before it, when its first argument is ``path``."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._monkeypatch = monkeypatch
+
+    def __call__(
+        self, where: Any, name: str, path: object, then: Callable[[], object], *, after: bool = True, call: int = 1
+    ) -> None:
+        real = getattr(where, name)
+        calls: list[object] = []
+
+        def hooked(*arguments: Any, **options: Any) -> Any:
+            counts = os.fspath(arguments[0]) == os.fspath(path) if path is not None else True  # type: ignore[call-overload]
+            if counts:
+                calls.append(None)
+            now = counts and len(calls) == call
+            if now and not after:
+                then()
+            try:
+                return real(*arguments, **options)
+            finally:
+                if now and after:
+                    then()
+
+        self._monkeypatch.setattr(where, name, hooked)
+
+
+@pytest.fixture
+def once(monkeypatch: pytest.MonkeyPatch) -> Once:
+    return Once(monkeypatch)
+
+
+# A directory that others make, and unmake because they could not begin after all.
+
+
+def test_what_it_lies_in_is_unmade_before_it_is_made(tmp_path: Path, once: Once) -> None:
+    other = tmp_path / "above"
+    once(os, "mkdir", other / "cache", other.rmdir, after=False, call=2)
+    made = make_directory(other / "cache")
+    assert (other / "cache").is_dir()
+    unmake_directories(made)
+    assert os.listdir(tmp_path) == []
+
+
+def test_one_that_is_there_is_unmade_before_it_is_looked_at(tmp_path: Path, once: Once) -> None:
+    directory = tmp_path / "cache"
+    directory.mkdir()
+    once(os, "mkdir", directory, directory.rmdir)
+    assert make_directory(directory) == [directory]
+    assert directory.is_dir()
+
+
+def test_one_that_never_stays_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Any) -> None:
+        raise FileExistsError(17, "File exists")
+
+    monkeypatch.setattr(os, "mkdir", refuse)
+    with pytest.raises(CacheDirectoryError, match=r"cannot create cache directory .*: File exists") as caught:
+        make_directory(tmp_path / "cache")
+    assert "not a directory" not in str(caught.value)
+
+
+MAKES_AND_UNMAKES = """
+import sys
+from pathlib import Path
+from weightwire.cache.directory import make_directory, unmake_directories
+print("ready", flush=True)
+sys.stdin.readline()
+for _ in range(2000):
+    unmake_directories(make_directory(Path(sys.argv[1])))
+"""
+
+
+def run_together(code: str, each: Sequence[Sequence[str]]) -> None:
+    """Have a process for each of the arguments run ``code`` when all of them are ready."""
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for arguments in each
+    ]
+    for process in processes:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    said = [process.communicate(timeout=120)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0] * len(each), said
+
+
+def test_processes_that_make_and_unmake_the_same(tmp_path: Path) -> None:
+    run_together(MAKES_AND_UNMAKES, [(str(tmp_path / "a" / "b" / "c"),)] * 3)
+
+
+def test_one_that_its_maker_unmakes_is_made_again_for_the_first_entry(tmp_path: Path) -> None:
+    other = TensorCache(tmp_path / "above" / "cache")
+    cache = TensorCache(tmp_path / "above" / "cache")
+    other.unmake()
+    assert os.listdir(tmp_path) == []
+    with cache.writer() as writer:
+        writer.write(DATA)
+        assert writer.commit(int(NAME, 16))
+    assert files_in(cache.directory) == entries_of(DATA)
+
+
+def test_one_that_goes_when_it_has_been_used_stays_away(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "cache").mkdir()
+    cache = TensorCache(tmp_path / "cache")
+    cache.writer().abort()
+    cache.directory.rmdir()
+    with cache.writer() as writer:
+        writer.write(DATA)
+        assert not writer.commit(int(NAME, 16))
+    assert os.listdir(tmp_path) == []
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def test_one_that_cannot_be_made_again_costs_the_entry(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    above = tmp_path / "above"
+    other, cache = TensorCache(above / "cache"), TensorCache(above / "cache")
+    other.unmake()
+    above.symlink_to(tmp_path / "nowhere")
+    with cache.writer() as writer:
+        assert not writer.commit(int(NAME, 16))
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def test_a_directory_made_between_two_looks_is_one(tmp_path: Path, once: Once, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = tmp_path / "cache"
+    once(inspect.os.path, "lexists", directory, directory.mkdir, after=False)
+    assert list_entries(directory, index=False).entries == []
