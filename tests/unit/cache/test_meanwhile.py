@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.cachedir import entries_of, files_in, name_of
 
-from weightwire.cache import inspect, list_entries
+from weightwire.cache import inspect, list_entries, seed, seeding
+from weightwire.cache.copying import StrictCache
 from weightwire.cache.directory import make_directory, unmake_directories
 from weightwire.cache.store import TensorCache
 from weightwire.errors import CacheDirectoryError
@@ -159,3 +161,55 @@ def test_a_directory_made_between_two_looks_is_one(tmp_path: Path, once: Once, m
     directory = tmp_path / "cache"
     once(inspect.os.path, "lexists", directory, directory.mkdir, after=False)
     assert list_entries(directory, index=False).entries == []
+
+
+# Seeding.
+
+
+def test_an_entry_stored_between_two_looks_replaces_nothing(
+    model: Path, directory: Path, tensors: dict[str, bytes], small_threshold: int, once: Once
+) -> None:
+    directory.mkdir()
+    there = directory / name_of(tensors["t1"])
+    once(TensorCache, "size_of", None, lambda: there.write_bytes(tensors["t1"]), after=False)
+    result = seed(model, directory, include="^t1$", threads=0, index=False)
+    assert (result.written, result.replaced, result.present) == (0, 0, 1)
+
+
+def test_one_that_is_there_and_cannot_be_had_is_replaced(
+    model: Path, directory: Path, tensors: dict[str, bytes], small_threshold: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory.mkdir()
+    there = directory / name_of(tensors["t1"])
+    there.write_bytes(bytes(5000))
+    monkeypatch.setattr(TensorCache, "lookup", lambda *_: None)
+    result = seed(model, directory, include="^t1$", threads=0, index=False)
+    assert (result.written, result.replaced, result.present) == (1, 1, 0)
+    assert there.read_bytes() == tensors["t1"]
+
+
+def test_a_file_that_goes_while_the_directory_is_looked_through_has_nothing_written_again(
+    model: Path, directory: Path, small_threshold: int, once: Once, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = seed(model, directory, index=False).written
+    passing = directory / ".weightwire-aaaaaaaa.tmp"
+    real = os.scandir
+
+    @contextlib.contextmanager
+    def then_remove(path: Any) -> Iterator[list[os.DirEntry[str]]]:
+        with real(path) as found:
+            entries = sorted(found, key=lambda entry: entry.name)
+        passing.unlink()
+        yield entries
+
+    def no_writer(*_: object) -> None:
+        raise AssertionError("it is written again")
+
+    monkeypatch.setattr(seeding, "CopyingWriter", no_writer)
+    monkeypatch.setattr(seeding, "StrictCache", lambda place: [StrictCache(place), prepare()][0])
+
+    def prepare() -> None:
+        passing.write_bytes(b"")
+        monkeypatch.setattr(os, "scandir", then_remove)
+
+    assert seed(model, directory, threads=0, index=False).present == written
