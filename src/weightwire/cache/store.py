@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import logging
 import os
 import stat
@@ -23,7 +22,7 @@ from typing import TYPE_CHECKING, Final
 from weightwire.cache.directory import checked_directory, entry_name, make_directory, unmake_directories
 from weightwire.cache.quarantine import move_aside
 from weightwire.cache.reading import EntryChanged
-from weightwire.cache.writing import TEMP_NAME, CacheWriter
+from weightwire.cache.writing import CacheWriter, sweep
 from weightwire.config import CACHE_VERIFY_MODES, shown
 from weightwire.errors import ConfigError, WeightwireError
 from weightwire.hashing import hash_payloads
@@ -75,7 +74,7 @@ class TensorCache:
         self._complained = threading.Event()
         self._stuck: set[tuple[int, str]] = set()
         self._sound: set[tuple[int, ...]] = set()
-        self._sweep()
+        sweep(self.directory)
 
     def __repr__(self) -> str:
         return f"TensorCache({str(self.directory)!r})"
@@ -285,30 +284,6 @@ class TensorCache:
             what,
             error.strerror or error,
         )
-
-    def _sweep(self) -> None:
-        """Remove temporary files nobody is writing any more: a writer holds a lock on its own, as long as it lives."""
-        try:
-            with os.scandir(self.directory) as entries:
-                names = [entry.name for entry in entries if TEMP_NAME.fullmatch(entry.name)]
-        except OSError as error:
-            logger.debug("cache %s cannot be looked through: %s", self.directory, error)
-            return
-        for name in names:
-            path = self.directory / name
-            try:
-                fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-            except OSError:
-                continue
-            try:
-                if stat.S_ISREG(os.fstat(fd).st_mode):
-                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    path.unlink()
-                    logger.info("cache %s: removed %s, which was left half written", self.directory, name)
-            except OSError:
-                pass  # in use, or gone meanwhile
-            finally:
-                os.close(fd)
 
     def _open(self, content_hash: int) -> int | None:
         path = self.path_for(content_hash)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import re
+import stat
 import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -15,7 +18,9 @@ if TYPE_CHECKING:
 
     from weightwire.cache.store import TensorCache
 
-__all__ = ["TEMP_NAME", "CacheWriter"]
+__all__ = ["TEMP_NAME", "CacheWriter", "sweep"]
+
+logger = logging.getLogger(__name__)
 
 _TEMP_PREFIX: Final = ".weightwire-"
 _TEMP_SUFFIX: Final = ".tmp"
@@ -126,6 +131,36 @@ class CacheWriter:
         if self._temp:
             with contextlib.suppress(OSError):
                 os.unlink(self._temp)
+
+
+def sweep(directory: Path) -> int:
+    """Remove temporary files nobody is writing any more: a writer holds a lock on its own, as long as it lives. How
+    many that were; other processes may do the same meanwhile.
+    """
+    try:
+        with os.scandir(directory) as entries:
+            names = [entry.name for entry in entries if TEMP_NAME.fullmatch(entry.name)]
+    except OSError as error:
+        logger.debug("cache %s cannot be looked through: %s", directory, error)
+        return 0
+    removed = 0
+    for name in names:
+        path = directory / name
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError:
+            continue
+        try:
+            if stat.S_ISREG(os.fstat(fd).st_mode):
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
+                removed += 1
+                logger.info("cache %s: removed %s, which was left half written", directory, name)
+        except OSError:
+            pass  # in use, or gone meanwhile
+        finally:
+            os.close(fd)
+    return removed
 
 
 def _umask() -> int:

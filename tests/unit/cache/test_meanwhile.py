@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from support.cachedir import entries_of, files_in, name_of
 
-from weightwire.cache import inspect, list_entries, seed, seeding
+from weightwire.cache import inspect, list_entries, prune, prune_cache, seed, seeding
 from weightwire.cache.copying import StrictCache
 from weightwire.cache.directory import make_directory, unmake_directories
 from weightwire.cache.store import TensorCache
@@ -213,3 +213,38 @@ def test_a_file_that_goes_while_the_directory_is_looked_through_has_nothing_writ
         monkeypatch.setattr(os, "scandir", then_remove)
 
     assert seed(model, directory, threads=0, index=False).present == written
+
+
+# Pruning.
+
+
+def test_what_another_pruning_removed_is_not_counted(directory: Path, once: Once) -> None:
+    directory.mkdir()
+    (directory / NAME).write_bytes(DATA)
+    once(os, "unlink", directory / NAME, (directory / NAME).unlink, after=False)
+    result = prune_cache(directory, max_bytes=0, index=False)
+    assert (result.removed, result.removed_bytes, result.kept, result.failed) == ((), 0, 0, ())
+
+
+def test_what_was_being_written_is_no_file_of_a_dead_writer(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = TensorCache(directory)
+    with cache.writer() as writer:
+        writer.write(DATA)
+        real = prune.list_entries
+
+        def then_commit(*arguments: Any, **options: Any) -> Any:
+            listing = real(*arguments, **options)
+            assert writer.commit(int(NAME, 16))
+            return listing
+
+        monkeypatch.setattr(prune, "list_entries", then_commit)
+        result = prune_cache(directory, max_bytes=1 << 40, index=False)
+    assert result.temporary == 0
+    assert files_in(directory) == entries_of(DATA)
+
+
+def test_a_directory_that_is_removed_before_it_is_pruned_is_not_made(directory: Path, once: Once) -> None:
+    directory.mkdir()
+    once(prune, "list_entries", directory, directory.rmdir)
+    assert prune_cache(directory, max_bytes=0, index=False).removed == ()
+    assert not directory.exists()
