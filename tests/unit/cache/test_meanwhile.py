@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 from support.cachedir import entries_of, files_in, name_of
 
-from weightwire.cache import inspect, list_entries, prune, prune_cache, seed, seeding
+from weightwire.cache import check, inspect, list_entries, prune, prune_cache, seed, seeding, verify_cache
 from weightwire.cache.copying import StrictCache
 from weightwire.cache.directory import make_directory, unmake_directories
 from weightwire.cache.store import TensorCache
@@ -248,3 +249,78 @@ def test_a_directory_that_is_removed_before_it_is_pruned_is_not_made(directory: 
     once(prune, "list_entries", directory, directory.rmdir)
     assert prune_cache(directory, max_bytes=0, index=False).removed == ()
     assert not directory.exists()
+
+
+# Verifying.
+
+
+@pytest.mark.parametrize("bad", ["keep", "quarantine", "remove"])
+def test_a_good_one_that_replaces_what_could_not_be_opened(
+    bad: Any, directory: Path, tmp_path: Path, once: Once
+) -> None:
+    directory.mkdir()
+    (directory / NAME).write_bytes(DATA)
+
+    def make_a_link() -> None:
+        (directory / NAME).unlink()
+        (directory / NAME).symlink_to(tmp_path)
+
+    def replace() -> None:
+        (directory / "new").write_bytes(DATA)
+        os.replace(directory / "new", directory / NAME)
+
+    once(check, "list_entries", directory, make_a_link)
+    once(os, "open", directory / NAME, replace)
+    report = verify_cache(directory, threads=0, bad=bad, index=False)
+    assert (report.bad, report.unchecked, report.changing, report.entries) == ((), (), (), 1)
+    assert files_in(directory) == entries_of(DATA)
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])
+def test_one_that_is_another_file_at_each_attempt_is_changing(
+    number: int, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory.mkdir()
+    (directory / NAME).write_bytes(DATA)
+
+    def refuse(entry: Any) -> int:
+        (directory / "new").write_bytes(DATA)
+        os.replace(directory / "new", directory / NAME)
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(check, "_open", refuse)
+    report = verify_cache(directory, threads=0, bad="remove", index=False)
+    assert (report.bad, report.unchecked, report.changing) == ((), (), (NAME,))
+    assert files_in(directory) == entries_of(DATA)
+
+
+def test_one_that_a_server_uses_while_it_is_read_is_read(directory: Path, once: Once) -> None:
+    cache = TensorCache(directory)
+    (directory / NAME).write_bytes(DATA)
+    os.utime(directory / NAME, ns=(1, 1))
+
+    def use() -> None:
+        fd = cache.lookup(int(NAME, 16), len(DATA))
+        assert fd is not None
+        cache.used(fd)
+        os.close(fd)
+
+    for call in (1, 2, 3):
+        once(check, "hash_with_digest", None, use, call=call)
+    report = verify_cache(directory, threads=0, index=False)
+    assert (report.entries, report.changing, report.bad) == (1, (), ())
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_one_that_goes_while_it_is_read_is_not_said_to_be_there(replaced: bool, directory: Path, once: Once) -> None:
+    directory.mkdir()
+    (directory / NAME).write_bytes(DATA)
+
+    def go() -> None:
+        (directory / NAME).unlink()
+        if replaced:
+            (directory / NAME).write_bytes(DATA[:-1])
+
+    once(check, "hash_with_digest", None, go)
+    report = verify_cache(directory, threads=0, index=False)
+    assert (report.entries, len(report.bad)) == (int(replaced), int(replaced))
