@@ -140,8 +140,10 @@ class TensorCache:
         cannot be moved (a directory, or for want of permission) stays where it is, which is logged once for each name
         and reason. Whether it was moved.
         """
+        return self._quarantine(content_hash, reason, os.fstat(fd) if fd is not None else None)
+
+    def _quarantine(self, content_hash: int, reason: str, bad: os.stat_result | None) -> bool:
         path = self.path_for(content_hash)
-        bad = os.fstat(fd) if fd is not None else None
         try:
             where = move_aside(path, lambda found: bad is None or os.path.samestat(found, bad))
         except OSError as error:
@@ -289,17 +291,31 @@ class TensorCache:
         path = self.path_for(content_hash)
         # O_NONBLOCK: opening a fifo of that name must not wait for a writer.
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-        try:
-            fd = os.open(path, flags)
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            why = "it is a symbolic link" if error.errno == errno.ELOOP else f"it cannot be opened: {error.strerror}"
-            if error.errno in _BAD_ENTRY:
-                self.quarantine(content_hash, why)
-            else:
-                self._once(content_hash, why, "cache entry %s: %s", path, why)
-            return None
+        bad: os.stat_result | None = None
+        while True:
+            try:
+                fd = os.open(path, flags)
+                break
+            except FileNotFoundError:
+                return None
+            except OSError as error:
+                why = (
+                    "it is a symbolic link" if error.errno == errno.ELOOP else f"it cannot be opened: {error.strerror}"
+                )
+                if error.errno not in _BAD_ENTRY:
+                    self._once(content_hash, why, "cache entry %s: %s", path, why)
+                    return None
+            if bad is not None:
+                self._quarantine(content_hash, why, bad)
+                return None
+            # Looked at before it is tried again: what goes to quarantine is no good one that has replaced it meanwhile.
+            try:
+                bad = os.lstat(path)
+            except FileNotFoundError:
+                return None
+            except OSError:
+                self._quarantine(content_hash, why, None)  # which says that it cannot
+                return None
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             self.quarantine(content_hash, "it is not a regular file", fd)
             os.close(fd)

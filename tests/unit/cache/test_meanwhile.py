@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 from support.cachedir import entries_of, files_in, name_of
 
-from weightwire.cache import check, inspect, list_entries, prune, prune_cache, seed, seeding, verify_cache
+from weightwire.cache import check, inspect, list_entries, prune, prune_cache, quarantine, seed, seeding, verify_cache
 from weightwire.cache.copying import StrictCache
 from weightwire.cache.directory import make_directory, unmake_directories
+from weightwire.cache.quarantine import FOLDER, empty_quarantine, list_quarantine, move_aside
 from weightwire.cache.store import TensorCache
 from weightwire.errors import CacheDirectoryError
 
@@ -324,3 +325,127 @@ def test_one_that_goes_while_it_is_read_is_not_said_to_be_there(replaced: bool, 
     once(check, "hash_with_digest", None, go)
     report = verify_cache(directory, threads=0, index=False)
     assert (report.entries, len(report.bad)) == (int(replaced), int(replaced))
+
+
+# Quarantine.
+
+
+def anything(status: os.stat_result) -> bool:
+    return True
+
+
+def test_a_quarantine_that_is_emptied_before_the_move_has_the_bad_one_after_it(directory: Path, once: Once) -> None:
+    directory.mkdir()
+    (directory / NAME).write_bytes(b"bad")
+    once(os, "rename", directory / NAME, lambda: empty_quarantine(directory), after=False)
+    assert move_aside(directory / NAME, anything) == directory / FOLDER / f"{NAME}-0"
+    assert [entry.path.read_bytes() for entry in list_quarantine(directory)] == [b"bad"]
+    assert os.listdir(directory) == [FOLDER]
+
+
+def test_one_that_is_emptied_out_at_once_was_moved(directory: Path, once: Once) -> None:
+    cache = TensorCache(directory)
+    (directory / NAME).write_bytes(b"bad")
+    once(os, "rename", directory / NAME, lambda: empty_quarantine(directory))
+    assert cache.quarantine(int(NAME, 16), "it is bad")
+    assert cache.quarantined == 1
+    assert os.listdir(directory) == []
+
+
+def test_one_that_another_has_moved_first(directory: Path, once: Once) -> None:
+    cache = TensorCache(directory)
+    (directory / NAME).write_bytes(b"bad")
+    once(os, "rename", directory / NAME, lambda: move_aside(directory / NAME, anything), after=False)
+    assert not cache.quarantine(int(NAME, 16), "it is bad")
+    assert [entry.path.read_bytes() for entry in list_quarantine(directory)] == [b"bad"]
+
+
+def test_a_quarantine_that_never_stays_is_an_error(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory.mkdir()
+    (directory / NAME).write_bytes(b"bad")
+
+    def emptied(*_: object, **__: object) -> None:
+        raise FileNotFoundError(2, "No such file or directory")
+
+    monkeypatch.setattr(quarantine.os, "rename", emptied)
+    with pytest.raises(FileExistsError, match="does not stay"):
+        move_aside(directory / NAME, anything)
+    assert (directory / NAME).read_bytes() == b"bad"
+
+
+def test_a_third_one_leaves_no_good_one_in_quarantine(directory: Path, once: Once) -> None:
+    """The bad one was replaced before it was moved, and its place taken again before that was put back."""
+    directory.mkdir()
+    (directory / NAME).write_bytes(b"second")
+    once(os, "link", None, lambda: (directory / NAME).write_bytes(b"third"), after=False)
+    answers = iter([True, False])
+    assert move_aside(directory / NAME, lambda status: next(answers)) is None
+    assert (directory / NAME).read_bytes() == b"third"
+    assert list_quarantine(directory) == []
+
+
+MOVES = """
+import sys
+from pathlib import Path
+from weightwire.cache.quarantine import empty_quarantine, move_aside
+print("ready", flush=True)
+sys.stdin.readline()
+directory = Path(sys.argv[1])
+for at in range(600):
+    path = directory / f"{at:016x}"
+    if sys.argv[2] == "empty":
+        empty_quarantine(directory)
+    else:
+        move_aside(path, lambda status: True)
+        assert not path.exists(), path
+"""
+
+
+def test_processes_that_move_the_same_while_others_empty_the_quarantine(directory: Path) -> None:
+    directory.mkdir()
+    for at in range(600):
+        (directory / f"{at:016x}").write_bytes(b"bad")
+    run_together(MOVES, [(str(directory), what) for what in ("move", "move", "empty")])
+    empty_quarantine(directory)
+    assert os.listdir(directory) == []
+
+
+# Looking an entry up, and storing one.
+
+
+def test_a_good_one_that_replaces_a_link_is_not_quarantined(directory: Path, tmp_path: Path, once: Once) -> None:
+    cache = TensorCache(directory)
+    (directory / NAME).symlink_to(tmp_path)
+
+    def replace() -> None:
+        with cache.writer() as writer:
+            writer.write(DATA)
+            assert writer.commit(int(NAME, 16))
+
+    once(os, "open", directory / NAME, replace)
+    fd = cache.lookup(int(NAME, 16), len(DATA))
+    assert fd is not None
+    os.close(fd)
+    assert (files_in(directory), cache.quarantined) == (entries_of(DATA), 0)
+
+
+@pytest.mark.parametrize("call", [1, 2])
+def test_a_link_that_goes_is_a_miss(call: int, directory: Path, tmp_path: Path, once: Once) -> None:
+    cache = TensorCache(directory)
+    (directory / NAME).symlink_to(tmp_path)
+    once(os, "open", directory / NAME, (directory / NAME).unlink, call=call)
+    assert cache.lookup(int(NAME, 16), len(DATA)) is None
+    assert (os.listdir(directory), cache.quarantined) == ([], 0)
+
+
+def test_a_good_one_that_replaces_a_link_at_the_last_moment_stays(directory: Path, tmp_path: Path, once: Once) -> None:
+    cache = TensorCache(directory)
+    (directory / NAME).symlink_to(tmp_path)
+
+    def replace() -> None:
+        (directory / "new").write_bytes(DATA)
+        os.replace(directory / "new", directory / NAME)
+
+    once(os, "open", directory / NAME, replace, call=2)
+    assert cache.lookup(int(NAME, 16), len(DATA)) is None
+    assert (files_in(directory), cache.quarantined) == (entries_of(DATA), 0)
