@@ -106,7 +106,8 @@ class CacheWriter:
                 return False
             os.replace(self._temp, path)
         except OSError as error:
-            self._cache.lost(f"storing {path.name}", error)
+            if still():  # who wants it no more may have unlinked it
+                self._cache.lost(f"storing {path.name}", error)
             self.abort()
             return False
         self._temp = ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import subprocess
 import sys
@@ -449,3 +450,21 @@ def test_a_good_one_that_replaces_a_link_at_the_last_moment_stays(directory: Pat
     once(os, "open", directory / NAME, replace, call=2)
     assert cache.lookup(int(NAME, 16), len(DATA)) is None
     assert (files_in(directory), cache.quarantined) == (entries_of(DATA), 0)
+
+
+def test_one_that_is_given_up_while_it_is_put_in_place_is_no_news(
+    directory: Path, once: Once, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "weightwire.cache")
+    cache = TensorCache(directory)
+    wanted = [True]
+    with cache.writer() as writer:
+        writer.write(DATA)
+
+        def give_up() -> None:
+            wanted.clear()
+            writer.unlink()
+
+        once(os, "replace", None, give_up, after=False)
+        assert not writer.commit(int(NAME, 16), lambda: bool(wanted))
+    assert (os.listdir(directory), caplog.records) == ([], [])
