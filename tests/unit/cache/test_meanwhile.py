@@ -15,7 +15,18 @@ from typing import Any
 import pytest
 from support.cachedir import entries_of, files_in, name_of
 
-from weightwire.cache import check, inspect, list_entries, prune, prune_cache, quarantine, seed, seeding, verify_cache
+from weightwire.cache import (
+    check,
+    inspect,
+    list_entries,
+    prune,
+    prune_cache,
+    quarantine,
+    seed,
+    seeding,
+    store,
+    verify_cache,
+)
 from weightwire.cache.copying import StrictCache
 from weightwire.cache.directory import make_directory, unmake_directories
 from weightwire.cache.quarantine import FOLDER, empty_quarantine, list_quarantine, move_aside
@@ -468,3 +479,14 @@ def test_one_that_is_given_up_while_it_is_put_in_place_is_no_news(
         once(os, "replace", None, give_up, after=False)
         assert not writer.commit(int(NAME, 16), lambda: bool(wanted))
     assert (os.listdir(directory), caplog.records) == ([], [])
+
+
+def test_half_of_what_a_stock_server_writes_says_nothing(directory: Path, once: Once) -> None:
+    cache = TensorCache(directory)
+    (directory / NAME).write_bytes(DATA[:100])
+    once(store, "hash_payloads", None, lambda: (directory / NAME).write_bytes(DATA))
+    cache.look_into(int(NAME, 16), len(DATA))
+    assert (files_in(directory), cache.quarantined) == (entries_of(DATA), 0)
+    fd = cache.lookup(int(NAME, 16), len(DATA))
+    assert fd is not None
+    os.close(fd)
