@@ -7,6 +7,7 @@ import os
 import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Final, Literal
 
 from weightwire.cache.inspect import Entry, entry_kind, list_entries
@@ -14,7 +15,7 @@ from weightwire.cache.pool import run_each, worker_count
 from weightwire.cache.quarantine import move_aside
 from weightwire.config import checked_progress
 from weightwire.errors import ConfigError, ModelError
-from weightwire.index import Hashes, IndexChoice, Owner, hash_with_digest, identity_of, index_for
+from weightwire.index import FileIdentity, Hashes, IndexChoice, Owner, hash_with_digest, identity_of, index_for
 from weightwire.ranges import FileRange
 
 __all__ = ["BadEntry", "CacheReport", "UncheckedEntry", "verify_cache"]
@@ -63,8 +64,9 @@ class CacheReport:
 
     ``entries`` (``bytes``) were read; ``digests`` of them were compared by BLAKE3 with the index, too; ``bad`` must
     not be used, in order of their names. ``changing`` are the names of entries that something wrote to while they were
-    read, which says nothing yet, and ``unchecked`` those that could not be opened, though they may be sound: another
-    user's, or one too many for the limit of open files. ``others`` are names that are no entry's; nothing reads those.
+    read, or replaced at each attempt to open them, which says nothing yet, and ``unchecked`` those that could not be
+    opened, though they may be sound: another user's, or one too many for the limit of open files. ``others`` are names
+    that are no entry's; nothing reads those.
     """
 
     directory: str
@@ -167,12 +169,16 @@ def _look(entry: Entry, owners: list[Owner], bad: str, check: Callable[[], None]
     """Read one entry, again if something wrote to it meanwhile, and deal with it if it is bad."""
     name = entry.path.name
     for _ in range(_TRIES):
+        seen = _status(entry.path)
         try:
             fd = _open(entry)
         except FileNotFoundError:
             return _Finding(entry, state="gone")
         except OSError as error:
-            return _unopened(entry, error, bad)
+            unopened = _unopened(entry, error, bad, seen)
+            if unopened is None:
+                continue
+            return unopened
         try:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
@@ -188,7 +194,7 @@ def _look(entry: Entry, owners: list[Owner], bad: str, check: Callable[[], None]
                 wrong = BadEntry(name, "unreadable", f"it cannot be read: {error.detail}", status.st_size)
             else:
                 wrong = _judge(entry.content_hash, status.st_size, hashes, whose, owners)
-            if not before.same(identity_of(fd)):
+            if not before.same(identity_of(fd)) and (wrong is not None or not _only_used(before, fd)):
                 continue
             finding = _Finding(entry, wrong, digest=digest)
             if wrong is not None and bad != "keep":
@@ -207,8 +213,29 @@ def _open(entry: Entry) -> int:
         return os.open(entry.path, _OPEN)
 
 
-def _unopened(entry: Entry, error: OSError, bad: str) -> _Finding:
-    """What is said of an entry that could not be opened because of ``error``."""
+def _only_used(before: FileIdentity, fd: int) -> bool:
+    """Whether nothing but the time of change (ctime) of an open entry that hashes to its name differs, which a server
+    that uses the entry causes when it sets its time of access, and the entry has not been removed.
+    """
+    return before.same(identity_of(fd)._replace(ctime_ns=before.ctime_ns)) and os.fstat(fd).st_nlink > 0
+
+
+def _status(path: Path) -> os.stat_result | None:
+    try:
+        return os.lstat(path)
+    except OSError:
+        return None
+
+
+def _changed(seen: os.stat_result | None, now: os.stat_result) -> bool:
+    """Whether a name has another file than it had, or one with another owner or mode."""
+    return seen is None or not os.path.samestat(seen, now) or seen.st_ctime_ns != now.st_ctime_ns
+
+
+def _unopened(entry: Entry, error: OSError, bad: str, seen: os.stat_result | None) -> _Finding | None:
+    """What is said of an entry that could not be opened because of ``error``; None if something else has its name than
+    had before the attempt (``seen``), of which the error says nothing.
+    """
     if error.errno in _CROWDED:
         return _Finding(entry, state="unchecked", refused=error)
     reason = f"it cannot be opened: {error.strerror or error}"
@@ -218,6 +245,8 @@ def _unopened(entry: Entry, error: OSError, bad: str) -> _Finding:
         return _Finding(entry, state="gone")
     except OSError as unseen:
         return _Finding(entry, state="unchecked", refused=unseen)
+    if _changed(seen, status):
+        return None
     kind = entry_kind(status.st_mode)
     if kind != "file":
         return _Finding(entry, BadEntry(entry.path.name, kind, f"it is a {kind}, where a file is expected"))

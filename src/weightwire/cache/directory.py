@@ -35,6 +35,13 @@ _ABOUT: Final = {
 }
 
 
+_ATTEMPTS: Final = 1000
+"""Another process that made it, or what it lies in, may have unmade that by the next call: each time takes one more.
+Processes that do nothing else now and then keep in step for a dozen times. All of them take milliseconds where there is
+no hope.
+"""
+
+
 def entry_name(content_hash: int) -> str:
     """The file name of the entry for ``content_hash``, a 64-bit FNV-1a. ValueError if it does not fit 64 bits."""
     if not 0 <= content_hash < 1 << 64:
@@ -99,16 +106,18 @@ def make_directory(directory: Path) -> list[Path]:
 def _not_made(directory: Path, error: OSError) -> ConfigError:
     """What ``error`` says of the directory that was to be made, and what to do about it."""
     if error.errno == errno.EEXIST and os.path.lexists(directory):
-        dangling = directory.is_symlink() and not os.path.exists(directory)
-        why = f", but a link to {os.readlink(directory)}, which leads nowhere" if dangling else ""
+        why = ""
+        with contextlib.suppress(OSError):  # no link, or it has gone by now
+            target = os.readlink(directory)
+            why = "" if os.path.exists(directory) else f", but a link to {target}, which leads nowhere"
         return ConfigError(
             f"cache directory {directory} is not a directory{why}", hint="name a directory, or a new path to create one"
         )
     shown = reprlib.repr(str(directory)) if error.errno == errno.ENAMETOOLONG else str(directory)
     reason = error.strerror or str(error)
     hint = _ABOUT.get(error.errno or 0, "")
-    if error.errno in (errno.ENOTDIR, errno.EEXIST):
-        above = next((each for each in directory.parents if os.path.lexists(each)), directory)
+    above = next((each for each in directory.parents if os.path.lexists(each)), directory)
+    if error.errno in (errno.ENOTDIR, errno.EEXIST) and not os.path.isdir(above):
         reason, hint = f"{above} is not a directory", "name a directory, or a new path that leads through none but such"
     elif error.errno == errno.ENOENT:
         # Where nothing but the directory itself is missing, either nobody can make one there (/proc), or it would lie
@@ -129,20 +138,22 @@ def _current_is_there() -> bool:
 
 
 def _make(directory: Path, made: list[Path]) -> None:
-    try:
+    for attempt in range(_ATTEMPTS):
         try:
             os.mkdir(directory)
         except FileNotFoundError:
-            if directory.parent == directory:
+            if directory.parent == directory or attempt == _ATTEMPTS - 1:
                 raise
             _make(directory.parent, made)
-            os.mkdir(directory)
-    except OSError:
-        # Not FileExistsError alone: a directory that is there may lie on a file system that is read-only.
-        if not directory.is_dir():
-            raise
-    else:
-        made.append(directory)
+        except OSError as error:
+            # Not FileExistsError alone: a directory that is there may lie on a file system that is read-only.
+            if directory.is_dir():
+                return
+            if error.errno != errno.EEXIST or attempt == _ATTEMPTS - 1:
+                raise
+        else:
+            made.append(directory)
+            return
 
 
 def unmake_directories(made: list[Path]) -> None:

@@ -81,19 +81,22 @@ def place_of(directory: str | os.PathLike[str] | None) -> Path:
     Raises ConfigError if it is missing or no directory.
     """
     path = default_directory() if directory is None else checked_directory(directory)
+    what = "is not a directory"
     try:
-        there = path.is_dir()
+        if path.is_dir():
+            return path
+        if not os.path.lexists(path):
+            what = "does not exist"
+        elif path.is_dir():  # made since the first look
+            return path
     except OSError as error:  # a folder above it that this user may not look into
         raise _unlisted(path, error) from error
-    if not there:
-        what = "is not a directory" if os.path.lexists(path) else "does not exist"
-        raise ConfigError(
-            f"cache directory {path} {what}",
-            hint="name the directory that holds the entries (--cache)"
-            if directory is not None
-            else "that is where a stock server of this user would have it; name another one (--cache)",
-        )
-    return path
+    raise ConfigError(
+        f"cache directory {path} {what}",
+        hint="name the directory that holds the entries (--cache)"
+        if directory is not None
+        else "that is where a stock server of this user would have it; name another one (--cache)",
+    )
 
 
 def _unlisted(path: Path, error: OSError) -> CacheError:

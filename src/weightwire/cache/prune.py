@@ -7,11 +7,12 @@ import stat
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from weightwire.cache.inspect import Entry, list_entries
 from weightwire.cache.quarantine import empty_quarantine, list_quarantine
-from weightwire.cache.store import TensorCache
+from weightwire.cache.writing import sweep
 from weightwire.config import checked_flag
 from weightwire.errors import ConfigError
 from weightwire.index import IndexChoice
@@ -26,9 +27,9 @@ _FOR_EVER: Final = 1e12
 class PruneResult:
     """What a pruning removed, or with ``dry_run`` would have.
 
-    ``removed`` entries of ``removed_bytes``, least recently used first; ``kept`` entries of ``kept_bytes`` remain.
-    ``quarantined`` files of ``quarantined_bytes`` and ``temporary`` files left by writers that died went too; of
-    ``failed`` entries the system would not let go (with why).
+    ``removed`` entries of ``removed_bytes``, least recently used first; ``kept`` entries of ``kept_bytes`` remain; what
+    others removed meanwhile is in neither. ``quarantined`` files of ``quarantined_bytes`` and ``temporary`` files left
+    by writers that died went too; of ``failed`` entries the system would not let go (with why).
     """
 
     directory: str
@@ -76,21 +77,23 @@ def prune_cache(
     isolated = list_quarantine(listing.directory) if quarantine else []
     counted, isolated_bytes = len(isolated), sum(each.nbytes for each in isolated)
     removed: list[Entry] = []
+    gone: set[Path] = set()
     failed: list[tuple[str, str]] = []
     if dry_run:
         removed = surplus
     else:
-        TensorCache(listing.directory)  # sweeps
-        temporary = sum(not os.path.lexists(listing.directory / name) for name in listing.temporary)
+        temporary = sweep(listing.directory)
         if quarantine:
             counted, isolated_bytes = empty_quarantine(listing.directory)
         for entry in surplus:
             try:
                 if _remove(entry):
                     removed.append(entry)
+            except FileNotFoundError:
+                gone.add(entry.path)  # somebody else has removed it
             except OSError as error:
                 failed.append((entry.path.name, error.strerror or str(error)))
-    gone = {entry.path for entry in removed}
+    gone.update(entry.path for entry in removed)
     kept = [entry for entry in listing.entries if entry.path not in gone]
     return PruneResult(
         directory=str(listing.directory),
@@ -121,12 +124,9 @@ def _surplus(entries: Sequence[Entry], max_bytes: int | None, max_age: float | N
 
 
 def _remove(entry: Entry) -> bool:
-    """Remove an entry if it is still what was listed. Whether it has gone."""
-    try:
-        status = os.lstat(entry.path)
-        if not stat.S_ISREG(status.st_mode) or max(status.st_atime_ns, status.st_mtime_ns) != entry.last_used_ns:
-            return False
-        os.unlink(entry.path)
-    except FileNotFoundError:
-        pass
+    """Remove an entry if it is still what was listed. Whether it was. FileNotFoundError if it has gone already."""
+    status = os.lstat(entry.path)
+    if not stat.S_ISREG(status.st_mode) or max(status.st_atime_ns, status.st_mtime_ns) != entry.last_used_ns:
+        return False
+    os.unlink(entry.path)
     return True

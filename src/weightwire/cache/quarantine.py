@@ -79,22 +79,26 @@ def move_aside(path: Path, is_it: Callable[[os.stat_result], bool]) -> Path | No
     Raises OSError if it cannot be moved: IsADirectoryError for a directory, which is not touched, NotADirectoryError
     where the quarantine is a link or anything else.
     """
-    try:
-        status = os.lstat(path)
+    for _ in range(_ATTEMPTS):
+        try:
+            status = os.lstat(path)
+        except FileNotFoundError:
+            return None
         if stat.S_ISDIR(status.st_mode):
             raise IsADirectoryError(21, "it is a directory", str(path))
         if not is_it(status):
             return None
-        folder, name = _claim(path.parent, path.name)
-        try:
-            if not _move(path, folder, name, is_it):
-                return None
-        finally:
-            os.close(folder)
-    except FileNotFoundError:
-        return None
-    _bound(path.parent)
-    return path.parent / FOLDER / name
+        # Either it has gone, or somebody has emptied the quarantine and removed the folder that was open.
+        with contextlib.suppress(FileNotFoundError):
+            folder, name = _claim(path.parent, path.name)
+            try:
+                if not _move(path, folder, name, is_it):
+                    return None
+            finally:
+                os.close(folder)
+            _bound(path.parent)
+            return path.parent / FOLDER / name
+    raise _unsteady(path.parent)
 
 
 def _move(path: Path, folder: int, name: str, is_it: Callable[[os.stat_result], bool]) -> bool:
@@ -105,11 +109,15 @@ def _move(path: Path, folder: int, name: str, is_it: Callable[[os.stat_result], 
         with contextlib.suppress(OSError):
             os.unlink(name, dir_fd=folder)
         raise
-    if is_it(os.stat(name, dir_fd=folder, follow_symlinks=False)):
-        return True
+    try:
+        if is_it(os.stat(name, dir_fd=folder, follow_symlinks=False)):
+            return True
+    except FileNotFoundError:
+        return True  # somebody has emptied the quarantine: moved it was
     # Replaced between the look and the move: put the good one back, unless a third is there already.
     with contextlib.suppress(OSError):
-        os.link(name, path, src_dir_fd=folder, follow_symlinks=False)
+        with contextlib.suppress(FileExistsError):
+            os.link(name, path, src_dir_fd=folder, follow_symlinks=False)
         os.unlink(name, dir_fd=folder)
     return False
 
@@ -137,7 +145,11 @@ def _claim(directory: Path, name: str) -> tuple[int, str]:
             except BaseException:
                 os.close(folder)
                 raise
-    raise FileExistsError(17, "the quarantine does not stay", str(directory / FOLDER))
+    raise _unsteady(directory)
+
+
+def _unsteady(directory: Path) -> FileExistsError:
+    return FileExistsError(17, "the quarantine does not stay", str(directory / FOLDER))
 
 
 def _free_name(folder: int, name: str) -> str:

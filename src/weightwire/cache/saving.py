@@ -12,6 +12,7 @@ waited for where that memory is to be overwritten, or is wanted by somebody else
 from __future__ import annotations
 
 import atexit
+import contextlib
 import errno
 import logging
 import os
@@ -350,10 +351,9 @@ class Saver:
             for other in (*self._to_sync, self._syncing):
                 if other is None or other.content_hash != save.content_hash or other.nbytes != window.nbytes:
                     continue
-                if other is self._syncing:
-                    fd = os.dup(self._syncing_fd)
-                elif other.writer is not None:
-                    fd = os.dup(other.writer.fd)
+                written = self._syncing_fd if other is self._syncing else other.writer.fd if other.writer else -1
+                with contextlib.suppress(OSError):  # no descriptor is free
+                    fd = os.dup(written)
                 break
         if fd < 0:
             return False
@@ -373,7 +373,8 @@ class Saver:
                 save = self._syncing = self._to_sync.popleft()
                 assert save.writer is not None
                 # For others to compare with: the writer closes its own as soon as it is done.
-                self._syncing_fd = os.dup(save.writer.fd)
+                with contextlib.suppress(OSError):  # no descriptor is free: they write it for themselves
+                    self._syncing_fd = os.dup(save.writer.fd)
                 self.condition.notify_all()
             try:
                 self._sync(save)
@@ -381,7 +382,8 @@ class Saver:
                 logger.exception("cache %s: storing a tensor failed", self._cache.directory)
                 save.lost = True
             with self.condition:
-                os.close(self._syncing_fd)
+                if self._syncing_fd >= 0:
+                    os.close(self._syncing_fd)
                 self._syncing, self._syncing_fd = None, -1
                 self.progress.moved(disk=True)
                 self._end(save)

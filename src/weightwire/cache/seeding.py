@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -48,6 +49,9 @@ _HINTS: Final = {
 }
 _NOT_REPLACED: Final = frozenset({errno.EISDIR, errno.ENOTEMPTY, errno.EEXIST, errno.EPERM})
 """How rename(2) says that what has the name stays: a directory, or another user's file where those are protected."""
+
+_LOOKS: Final = 3
+"""How often an entry is looked for that is there by its name and size, and cannot be had."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,14 +184,12 @@ class _Seeding:
         if self._index is not None:
             known = self._index.find([payload for _, payload in ranges])
             self._known = {name: at for (name, _), at in zip(ranges, known, strict=True) if at is not None}
-        try:
-            with os.scandir(self._cache.directory) as entries:
-                taken = {entry_name(hashes.fnv1a) for hashes in self._known.values()}
-                self._sizes.update(
-                    entry.stat(follow_symlinks=False).st_size for entry in entries if entry.name not in taken
-                )
-        except OSError:
-            self._sizes.clear()
+        taken = {entry_name(hashes.fnv1a) for hashes in self._known.values()}
+        with contextlib.suppress(OSError), os.scandir(self._cache.directory) as entries:
+            for entry in entries:
+                if entry.name not in taken:
+                    with contextlib.suppress(FileNotFoundError):  # others write, move and remove files meanwhile
+                        self._sizes[entry.stat(follow_symlinks=False).st_size] += 1
 
     def remember(self) -> None:
         """Give the index what was computed."""
@@ -299,9 +301,16 @@ class _Seeding:
 
     def _there(self, content_hash: int, nbytes: int, check: Callable[[], None]) -> bool | None:
         """Whether a usable entry is there: None if nothing of the name is, False if what is must be replaced."""
-        fd = self._cache.lookup(content_hash, nbytes)
-        if fd is None:
-            return None if self._cache.size_of(content_hash) is None else False
+        for _ in range(_LOOKS):
+            fd = self._cache.lookup(content_hash, nbytes)
+            if fd is not None:
+                break
+            size = self._cache.size_of(content_hash)
+            if size != nbytes:
+                return None if size is None else False
+            # Another process has stored it between the two looks.
+        else:
+            return False
         try:
             if not self._verify or hash_payloads([FileRange(fd, 0, nbytes)], check=check) == [content_hash]:
                 self._cache.used(fd)  # wanted again: it is not to be pruned first

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import logging
 import os
 import stat
@@ -23,7 +22,7 @@ from typing import TYPE_CHECKING, Final
 from weightwire.cache.directory import checked_directory, entry_name, make_directory, unmake_directories
 from weightwire.cache.quarantine import move_aside
 from weightwire.cache.reading import EntryChanged
-from weightwire.cache.writing import TEMP_NAME, CacheWriter
+from weightwire.cache.writing import CacheWriter, sweep
 from weightwire.config import CACHE_VERIFY_MODES, shown
 from weightwire.errors import ConfigError, WeightwireError
 from weightwire.hashing import hash_payloads
@@ -64,13 +63,18 @@ class TensorCache:
             raise ConfigError(f"verify={shown(verify)}", hint=f"one of {', '.join(CACHE_VERIFY_MODES)}")
         self.verify = verify
         self._made = make_directory(self.directory)
+        self._absolute = self.directory
+        with contextlib.suppress(OSError):  # the current directory has been removed
+            self._absolute = Path(os.path.abspath(self.directory))
+        self._found = self.directory not in self._made
+        """Whether somebody else made the directory, and nothing has been written to it here yet."""
         self.quarantined = 0
         """How many entries this object has moved to quarantine."""
         self._counting = threading.Lock()
         self._complained = False
         self._stuck: set[tuple[int, str]] = set()
         self._sound: set[tuple[int, ...]] = set()
-        self._sweep()
+        sweep(self.directory)
 
     def __repr__(self) -> str:
         return f"TensorCache({str(self.directory)!r})"
@@ -78,6 +82,22 @@ class TensorCache:
     def unmake(self) -> None:
         """Remove the directories that were made for this object and are empty: what it was made for cannot begin."""
         unmake_directories(self._made)
+
+    def remake(self) -> bool:
+        """Make the directory again if whoever made it may have unmade it: another server, say, that could not begin.
+        One that goes later has been removed on purpose. Whether it is there.
+        """
+        if not self._found:
+            return False
+        try:
+            make_directory(self._absolute)
+        except WeightwireError:
+            return False
+        return True
+
+    def in_use(self) -> None:
+        """Note that something has been written to the directory: nobody unmakes it any more."""
+        self._found = False
 
     def path_for(self, content_hash: int) -> Path:
         """Where the entry for ``content_hash`` is or would be."""
@@ -120,8 +140,10 @@ class TensorCache:
         cannot be moved (a directory, or for want of permission) stays where it is, which is logged once for each name
         and reason. Whether it was moved.
         """
+        return self._quarantine(content_hash, reason, os.fstat(fd) if fd is not None else None)
+
+    def _quarantine(self, content_hash: int, reason: str, bad: os.stat_result | None) -> bool:
         path = self.path_for(content_hash)
-        bad = os.fstat(fd) if fd is not None else None
         try:
             where = move_aside(path, lambda found: bad is None or os.path.samestat(found, bad))
         except OSError as error:
@@ -164,6 +186,9 @@ class TensorCache:
             actual = self._hash(content_hash, fd, length, check)
             if actual is None:
                 return
+            now = os.fstat(fd)
+            if (now.st_size, now.st_mtime_ns) != (found.st_size, found.st_mtime_ns):
+                return  # a stock server is writing it: half of it says nothing
             if (actual == content_hash) is (size > nbytes):
                 said = f"it has {size} bytes, where the tensor has {nbytes}" if size else "it is empty"
                 self.quarantine(content_hash, said, fd)
@@ -265,45 +290,35 @@ class TensorCache:
             error.strerror or error,
         )
 
-    def _sweep(self) -> None:
-        """Remove temporary files nobody is writing any more: a writer holds a lock on its own, as long as it lives."""
-        try:
-            with os.scandir(self.directory) as entries:
-                names = [entry.name for entry in entries if TEMP_NAME.fullmatch(entry.name)]
-        except OSError as error:
-            logger.debug("cache %s cannot be looked through: %s", self.directory, error)
-            return
-        for name in names:
-            path = self.directory / name
-            try:
-                fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-            except OSError:
-                continue
-            try:
-                if stat.S_ISREG(os.fstat(fd).st_mode):
-                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    path.unlink()
-                    logger.info("cache %s: removed %s, which was left half written", self.directory, name)
-            except OSError:
-                pass  # in use, or gone meanwhile
-            finally:
-                os.close(fd)
-
     def _open(self, content_hash: int) -> int | None:
         path = self.path_for(content_hash)
         # O_NONBLOCK: opening a fifo of that name must not wait for a writer.
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-        try:
-            fd = os.open(path, flags)
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            why = "it is a symbolic link" if error.errno == errno.ELOOP else f"it cannot be opened: {error.strerror}"
-            if error.errno in _BAD_ENTRY:
-                self.quarantine(content_hash, why)
-            else:
-                self._once(content_hash, why, "cache entry %s: %s", path, why)
-            return None
+        bad: os.stat_result | None = None
+        while True:
+            try:
+                fd = os.open(path, flags)
+                break
+            except FileNotFoundError:
+                return None
+            except OSError as error:
+                why = (
+                    "it is a symbolic link" if error.errno == errno.ELOOP else f"it cannot be opened: {error.strerror}"
+                )
+                if error.errno not in _BAD_ENTRY:
+                    self._once(content_hash, why, "cache entry %s: %s", path, why)
+                    return None
+            if bad is not None:
+                self._quarantine(content_hash, why, bad)
+                return None
+            # Looked at before it is tried again: what goes to quarantine is no good one that has replaced it meanwhile.
+            try:
+                bad = os.lstat(path)
+            except FileNotFoundError:
+                return None
+            except OSError:
+                self._quarantine(content_hash, why, None)  # which says that it cannot
+                return None
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             self.quarantine(content_hash, "it is not a regular file", fd)
             os.close(fd)

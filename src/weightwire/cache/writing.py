@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import re
+import stat
 import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -15,7 +18,9 @@ if TYPE_CHECKING:
 
     from weightwire.cache.store import TensorCache
 
-__all__ = ["TEMP_NAME", "CacheWriter"]
+__all__ = ["TEMP_NAME", "CacheWriter", "sweep"]
+
+logger = logging.getLogger(__name__)
 
 _TEMP_PREFIX: Final = ".weightwire-"
 _TEMP_SUFFIX: Final = ".tmp"
@@ -41,8 +46,13 @@ class CacheWriter:
             cache.lost("making a temporary file", error)
 
     def _begin(self) -> None:
-        # mkstemp opens with 0600; the entry gets ordinary permissions when it is put in place.
-        fd, temp = tempfile.mkstemp(prefix=_TEMP_PREFIX, suffix=_TEMP_SUFFIX, dir=self._cache.directory)
+        try:
+            fd, temp = self._make()
+        except FileNotFoundError:
+            if not self._cache.remake():
+                raise
+            fd, temp = self._make()
+        self._cache.in_use()
         with contextlib.suppress(OSError):  # a file system without locks: nobody can take it for abandoned there
             fcntl.flock(fd, fcntl.LOCK_EX)
         # Somebody who starts may have looked at the file before it was locked, and removed it.
@@ -50,6 +60,10 @@ class CacheWriter:
             self._fd, self._temp = fd, temp
         else:
             os.close(fd)
+
+    def _make(self) -> tuple[int, str]:
+        # mkstemp opens with 0600; the entry gets ordinary permissions when it is put in place.
+        return tempfile.mkstemp(prefix=_TEMP_PREFIX, suffix=_TEMP_SUFFIX, dir=self._cache.directory)
 
     def __enter__(self) -> CacheWriter:
         return self
@@ -92,7 +106,8 @@ class CacheWriter:
                 return False
             os.replace(self._temp, path)
         except OSError as error:
-            self._cache.lost(f"storing {path.name}", error)
+            if still():  # who wants it no more may have unlinked it
+                self._cache.lost(f"storing {path.name}", error)
             self.abort()
             return False
         self._temp = ""
@@ -117,6 +132,36 @@ class CacheWriter:
         if self._temp:
             with contextlib.suppress(OSError):
                 os.unlink(self._temp)
+
+
+def sweep(directory: Path) -> int:
+    """Remove temporary files nobody is writing any more: a writer holds a lock on its own, as long as it lives. How
+    many that were; other processes may do the same meanwhile.
+    """
+    try:
+        with os.scandir(directory) as entries:
+            names = [entry.name for entry in entries if TEMP_NAME.fullmatch(entry.name)]
+    except OSError as error:
+        logger.debug("cache %s cannot be looked through: %s", directory, error)
+        return 0
+    removed = 0
+    for name in names:
+        path = directory / name
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError:
+            continue
+        try:
+            if stat.S_ISREG(os.fstat(fd).st_mode):
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
+                removed += 1
+                logger.info("cache %s: removed %s, which was left half written", directory, name)
+        except OSError:
+            pass  # in use, or gone meanwhile
+        finally:
+            os.close(fd)
+    return removed
 
 
 def _umask() -> int:

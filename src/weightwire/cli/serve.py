@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Final, Self
 
 import click
 
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from weightwire.server import Server
 
 __all__ = ["serve"]
+
+_LOOKS: Final = 3
 
 
 @click.command(add_help_option=False)
@@ -232,11 +234,15 @@ def _cache_directory(text: str, unmaking: contextlib.ExitStack) -> Path:
         directory = Path(text).expanduser()
     except RuntimeError as error:
         raise ConfigError(f"--cache: {text}: {error}", hint="write the path without ~") from error
-    unmaking.callback(unmake_directories, make_directory(checked_directory(directory)))
-    if not os.access(directory, os.R_OK | os.W_OK | os.X_OK):
-        refused = PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(directory))
-        raise Failure(refused, ENVIRONMENT, detail=f"--cache: cannot write to {directory}", hint=WRITABLE)
-    return directory
+    for _ in range(_LOOKS):
+        unmaking.callback(unmake_directories, make_directory(checked_directory(directory)))
+        if os.access(directory, os.R_OK | os.W_OK | os.X_OK):
+            return directory
+        if os.path.isdir(directory):
+            break
+        # Another server made it, and has unmade it since because it could not begin.
+    refused = PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(directory))
+    raise Failure(refused, ENVIRONMENT, detail=f"--cache: cannot write to {directory}", hint=WRITABLE)
 
 
 class _Stopped(BaseException):

@@ -184,8 +184,9 @@ def open_safetensors(path: str) -> Model:
     shard = ShardName.parse(name)
     if shard is not None:
         index = os.path.join(folder, shard.prefix + INDEX_SUFFIX)
-        if os.path.isfile(index) and name in _read_index(index).values():
-            return open_safetensors_index(index, path)
+        weights = _index_there(index)
+        if name in weights.values():
+            return _open(path, [], (index, weights))
     return _open(path, shard_paths(path), None)
 
 
@@ -195,6 +196,18 @@ def open_safetensors_index(index: str, path: str | None = None) -> Model:
     Tensors the index does not list are left out; ModelError where a listed one is not in the file that should have it.
     """
     return _open(path or index, [], (index, _read_index(index)))
+
+
+def _index_there(index: str) -> dict[str, str]:
+    """`_read_index`; empty if there is no such file."""
+    if not os.path.isfile(index):
+        return {}
+    try:
+        return _read_index(index)
+    except ModelError as error:
+        if isinstance(error.__cause__, FileNotFoundError):  # removed since
+            return {}
+        raise
 
 
 def _read_index(index: str) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import random
@@ -346,6 +347,28 @@ def test_the_same_tensor_of_several_clients_is_written_once(
     receive(saver, bytearray(data(8)))
     saver.settled(fnv1a64(data(8)), SIZE)
     assert len(made) == 1
+
+
+def test_without_a_descriptor_to_compare_with_each_is_stored_all_the_same(
+    cache: TensorCache, saver: Saver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    gate = Gate(monkeypatch, "fsync")
+
+    def crowded(fd: int) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(os, "dup", crowded)
+    for _ in range(3):
+        receive(saver, bytearray(data(8)))
+    assert gate.reached.wait(20)
+    assert eventually(lambda: all(save.window is None for save in saver._pending))
+    gate.open.set()
+    saver.settled(fnv1a64(data(8)), SIZE)
+    receive(saver, bytearray(data(9)))
+    saver.settled(fnv1a64(data(9)), SIZE)
+    assert cache.path_for(fnv1a64(data(8))).read_bytes() == data(8)
+    assert cache.path_for(fnv1a64(data(9))).read_bytes() == data(9)
+    assert (saver.counts()[1:], caplog.records) == ((0, 0), [])
 
 
 def test_closing_finishes_what_was_received(cache: TensorCache, no_leaks: LeakCheck) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from weightwire.cache import store
+from weightwire.cache import store, writing
 from weightwire.cache.directory import default_directory, entry_name
 from weightwire.cache.quarantine import FOLDER, list_quarantine
 from weightwire.cache.store import TensorCache
@@ -277,7 +277,7 @@ def test_what_names_no_directory(directory: object, tmp_path: Path, monkeypatch:
 
 KILLED_WRITER = """
 import os, signal, sys
-from weightwire.cache import store
+from weightwire.cache import store, writing
 from weightwire.cache.store import TensorCache
 writer = TensorCache(sys.argv[1]).writer()
 writer.write(b"half")
@@ -320,7 +320,7 @@ def test_files_of_others_are_left_alone(cache: TensorCache, tmp_path: Path) -> N
 def test_a_temporary_file_that_was_swept_before_it_was_locked_is_made_anew(
     cache: TensorCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lock = store.fcntl.flock
+    lock = writing.fcntl.flock
     swept: list[str] = []
 
     def sweep_first(fd: int, how: int) -> None:
@@ -330,7 +330,7 @@ def test_a_temporary_file_that_was_swept_before_it_was_locked_is_made_anew(
             (cache.directory / name).unlink()
         lock(fd, how)
 
-    monkeypatch.setattr(store.fcntl, "flock", sweep_first)
+    monkeypatch.setattr(writing.fcntl, "flock", sweep_first)
     assert save(cache, DATA)
     assert os.listdir(cache.directory) == [entry_name(HASH)]
     assert swept

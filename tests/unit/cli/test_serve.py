@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -19,6 +20,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from support.leaks import eventually
 
 import weightwire
+from weightwire.cache.directory import make_directory, unmake_directories
+from weightwire.cli.serve import _cache_directory
 from weightwire.hashing import fnv1a64
 
 pytestmark = pytest.mark.timeout(120)
@@ -250,6 +253,26 @@ def test_a_cache_directory_that_turns_out_to_be_of_no_use_is_not_left(
     invoke("serve", "--port", "0", "--cache", str(tmp_path / "a" / "b")).failed(3, "cannot write")
     name = "x" * 300
     invoke("serve", "--port", "0", "--cache", str(tmp_path / "a" / name)).failed(3, "cannot create")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_cache_directory_that_another_server_unmakes_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That one had made it, and could not begin."""
+    directory = tmp_path / "a" / "b"
+    made = make_directory(directory)
+    real = os.access
+
+    def unmade_first(path: Path, mode: int) -> bool:
+        unmake_directories(made)
+        made.clear()
+        return real(path, mode)
+
+    monkeypatch.setattr(os, "access", unmade_first)
+    with contextlib.ExitStack() as unmaking:
+        assert _cache_directory(str(directory), unmaking) == directory
+        assert directory.is_dir()
     assert list(tmp_path.iterdir()) == []
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import struct
 import tracemalloc
 from pathlib import Path
@@ -223,6 +224,32 @@ def test_index_folder_and_shards_open_the_whole_model(indexed: Path, given_path:
         assert bytes(model.tensors["c"].view()) == np.full(4, 3, np.float16).tobytes()
     del model
     assert open_descriptors() == before
+
+
+def test_an_index_that_goes_when_it_has_been_seen_is_not_missed(indexed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.path.isfile
+
+    def then_remove(path: str) -> bool:
+        there = real(path)
+        Path(path).unlink()
+        return there
+
+    monkeypatch.setattr(os.path, "isfile", then_remove)
+    with open_model(indexed / "model-00002-of-00002.safetensors") as model:
+        assert set(model.tensors) == {"a", "b", "c"}
+
+
+def test_an_index_beside_a_shard_is_read_once(indexed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that it cannot say two things."""
+    real, opened = os.open, list[str]()
+
+    def noted(path: str, *how: int) -> int:
+        opened.append(os.path.basename(path))
+        return real(path, *how)
+
+    monkeypatch.setattr(os, "open", noted)
+    with open_model(indexed / "model-00002-of-00002.safetensors"):
+        assert opened.count("model.safetensors.index.json") == 1
 
 
 def test_shards_without_an_index_open_the_whole_model(indexed: Path) -> None:
