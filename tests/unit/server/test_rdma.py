@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
+import re
 import struct
 import threading
 from collections.abc import Iterator
@@ -259,7 +260,9 @@ def test_a_client_that_stops_inside_a_tensor(
         begin_a_tensor(stream)
         assert stream.recv_or_eof(1) is None
         line = ended_inside(server, fake, client, stream, caplog)
-    assert "nothing came for 1.0 s" in line
+    measured = re.search(r"nothing came for (\d+\.\d) s", line)
+    assert measured is not None
+    assert float(measured[1]) >= 1.0
 
 
 # Between requests.
