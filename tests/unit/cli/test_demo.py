@@ -219,6 +219,7 @@ def test_a_server_that_dies_under_it(invoke, scratch: Path, monkeypatch: pytest.
         "c.recv(1); print('about to die', file=sys.stderr); sys.exit(9)"
     )
     monkeypatch.setattr(embedded, "_COMMAND", ("-c", code))
+    monkeypatch.setattr(embedded, "DEATH_SECONDS", 60.0)  # it is about to end, and has the time it takes
     invoke("demo", "--size", "1MiB", "--json").failed(1, "died (exit code 9)", "about to die")
     assert not os.listdir(scratch)
 
