@@ -93,6 +93,7 @@ def test_closing_ends_the_wait(no_leaks: LeakCheck, caplog: pytest.LogCaptureFix
         other.close()
 
 
+@pytest.mark.usefixtures("connected_at_once")
 def test_our_client_calls_a_full_server_busy(no_leaks: LeakCheck) -> None:
     with (
         Server(port=0, max_clients=1) as server,
