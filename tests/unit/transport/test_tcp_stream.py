@@ -1,19 +1,17 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import signal
 import socket
 import subprocess
 import sys
-import termios
 import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
-from support.ends import tcp_ends
+from support.ends import tcp_ends, unread
 from support.leaks import eventually
 from support.pace import Pace, slow_and_not_stalled
 
@@ -115,11 +113,7 @@ def test_bytes_behind_a_large_message_stay_for_the_next(tcp_pair, background) ->
 
 def have_come(stream: TcpStream, nbytes: int) -> None:
     """Wait until so many bytes can be read: the system may take its time over loopback, too."""
-
-    def unread() -> int:
-        return int.from_bytes(fcntl.ioctl(stream.fileno(), termios.FIONREAD, bytes(4)), sys.byteorder)
-
-    assert eventually(lambda: unread() >= nbytes)
+    assert eventually(lambda: unread(stream) >= nbytes)
 
 
 def test_low_water_is_back_at_one_after_a_failure(tcp_pair) -> None:
