@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Protocol
 
 import pytest
@@ -142,6 +143,16 @@ def stock_client(library_of: Callable[[str], Path], tmp_path: Path) -> Iterator[
     yield start
     for client in started:
         client.close()
+
+
+@pytest.fixture
+def connected_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have what comes before a server is asked take nothing of a client's timeout, however busy the machine is."""
+    from weightwire.transport import negotiate
+
+    connecting = negotiate.connect_tcp
+    monkeypatch.setattr(negotiate, "connect_tcp", lambda endpoint, timeout: connecting(endpoint, 20.0))
+    monkeypatch.setattr(negotiate, "time", SimpleNamespace(monotonic=lambda: 0.0))
 
 
 @pytest.fixture

@@ -415,7 +415,9 @@ def test_a_client_that_stalls_within_a_request_is_ended(protocol: str, caplog: p
         client.send(Command.SET_TENSOR, head + bytes(100), size=len(head) + 4096)
         assert client.closed()
         assert [record.levelname for record in caplog.records] == ["WARNING"]
-        assert re.search(r"SET_TENSOR of tensor 'slow': nothing came for 0\.\d s", caplog.text)
+        measured = re.search(r"SET_TENSOR of tensor 'slow': nothing came for (\d+\.\d) s", caplog.text)
+        assert measured is not None
+        assert float(measured[1]) >= 0.2
 
 
 def test_between_requests_a_client_may_idle_longer_than_the_stall_timeout(protocol: str) -> None:

@@ -1,15 +1,45 @@
-"""What the interop tests push: a small model of the shapes that go wrong, and helpers to look at a cache folder."""
+"""What the interop tests push, a small model of the shapes that go wrong, and what the benchmarks' tests run on."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
 from support.awkward import MIB, awkward_tensors
+from support.require import do_without
 
 import weightwire
+
+_BENCHMARKS = str(Path(__file__).resolve().parents[2] / "benchmarks")
+if _BENCHMARKS not in sys.path:
+    sys.path.insert(0, _BENCHMARKS)
+
+from harness.network import CannotShape, Network, shaped_networks  # noqa: E402  (found through the path above)
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    """What is entered ends with the test, if not before."""
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def shape(stack: ExitStack) -> Callable[[int], tuple[Network, ...]]:
+    """Makes shaped networks to so many servers, which go with ``stack``."""
+
+    def make(count: int) -> tuple[Network, ...]:
+        try:
+            return stack.enter_context(shaped_networks(count))
+        except CannotShape as why:
+            do_without("a shaped network", str(why))
+
+    return make
 
 
 @pytest.fixture(scope="session")

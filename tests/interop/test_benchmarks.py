@@ -9,30 +9,24 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from harness.cached import CachedPeer, State, empty, entries, file_system
+from harness.gloo import GlooPeer
+from harness.iperf import IperfPeer
+from harness.models import file_ranges, first_blocks, full_cache, whole_blocks, write_random
+from harness.network import LOOPBACK, RATE, Network
+from harness.pushing import PushingPeer, Serving
+from harness.rounds import Peer, PeerAbsent, Rounds, alternate, settle, split, start
+from harness.socket_pair import SocketPairPeer
+from harness.stock_pair import StockPeer
 from support.awkward import MIB
 from support.leaks import LeakCheck, eventually
-from support.require import do_without
 
-_BENCHMARKS = str(Path(__file__).resolve().parent.parent.parent / "benchmarks")
-if _BENCHMARKS not in sys.path:
-    sys.path.insert(0, _BENCHMARKS)
-
-from harness.cached import CachedPeer, State, empty, entries, file_system  # noqa: E402  (found through the path above)
-from harness.gloo import GlooPeer  # noqa: E402
-from harness.iperf import IperfPeer  # noqa: E402
-from harness.models import file_ranges, first_blocks, full_cache, whole_blocks, write_random  # noqa: E402
-from harness.network import LOOPBACK, RATE, CannotShape, Network, shaped_network  # noqa: E402
-from harness.pushing import PushingPeer, Serving  # noqa: E402
-from harness.rounds import Peer, PeerAbsent, Rounds, alternate, settle, split, start  # noqa: E402
-from harness.socket_pair import SocketPairPeer  # noqa: E402
-from harness.stock_pair import StockPeer  # noqa: E402
-
-import weightwire  # noqa: E402
+import weightwire
 
 pytestmark = [pytest.mark.interop]
 
@@ -48,17 +42,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
-
-
-@pytest.fixture
-def shaped(stack: ExitStack) -> Network:
-    try:
-        return stack.enter_context(shaped_network())
-    except CannotShape as why:
-        do_without("a shaped network", str(why))
+def shaped(shape: Callable[[int], tuple[Network, ...]]) -> Network:
+    return shape(1)[0]
 
 
 @pytest.fixture(params=["loopback", "shaped"])
@@ -264,7 +249,7 @@ def test_nothing_is_left_of_a_network_whose_user_was_killed(shaped: Network) -> 
         [sys.executable, "-c", script],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": _BENCHMARKS},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
     with child:
         assert child.stdout is not None

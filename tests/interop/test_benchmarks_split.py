@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from harness.cached import CachedPeer, State, entries
+from harness.fanout import FanOutPeer
+from harness.models import by_layers, file_ranges, first_blocks, full_cache, write_random
+from harness.network import LOOPBACK, RATE, Network
+from harness.rounds import alternate
+from harness.socket_pair import SocketPairsPeer
+from harness.stock_pair import StockPeers
 from support.awkward import MIB
 from support.leaks import LeakCheck
-from support.require import do_without
-
-_BENCHMARKS = str(Path(__file__).resolve().parent.parent.parent / "benchmarks")
-if _BENCHMARKS not in sys.path:
-    sys.path.insert(0, _BENCHMARKS)
-
-from harness.cached import CachedPeer, State, entries  # noqa: E402  (found through the path above)
-from harness.fanout import FanOutPeer  # noqa: E402
-from harness.models import by_layers, file_ranges, first_blocks, full_cache, write_random  # noqa: E402
-from harness.network import LOOPBACK, RATE, CannotShape, Network, shaped_networks  # noqa: E402
-from harness.rounds import alternate  # noqa: E402
-from harness.socket_pair import SocketPairsPeer  # noqa: E402
-from harness.stock_pair import StockPeers  # noqa: E402
 
 pytestmark = [pytest.mark.interop]
 
@@ -45,17 +38,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
-
-
-@pytest.fixture
-def shaped(stack: ExitStack) -> tuple[Network, ...]:
-    try:
-        return stack.enter_context(shaped_networks(2))
-    except CannotShape as why:
-        do_without("a shaped network", str(why))
+def shaped(shape: Callable[[int], tuple[Network, ...]]) -> tuple[Network, ...]:
+    return shape(2)
 
 
 @pytest.fixture(params=["loopback", "shaped"])

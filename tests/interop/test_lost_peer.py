@@ -52,7 +52,8 @@ def test_it_dies_inside_a_push(stock_protocol, stock_server, no_leaks: LeakCheck
 
 def test_it_stands_still(stock_protocol, stock_server, no_leaks: LeakCheck):
     server = stock_server(stock_protocol)
-    with weightwire.connect(server.endpoint, timeout=1) as connection, stopped(server):
+    with weightwire.connect(server.endpoint, timeout=20) as connection, stopped(server):
+        connection._channel._stream.timeout = 1.0
         with pytest.raises(TransferTimeout) as caught:
             connection.push(LARGE)
         assert caught.value.elapsed >= 1

@@ -142,6 +142,7 @@ def test_clients_one_after_the_other(stock_protocol, stock_server, awkward_gguf)
                     assert bytes(pushed[tensor.name].read()) == tensor.data
 
 
+@pytest.mark.usefixtures("connected_at_once")
 def test_a_second_client_is_told_that_the_server_is_busy(stock_server):
     server = stock_server()
     with weightwire.connect(server.endpoint, timeout=60) as connection:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import threading
@@ -15,6 +16,17 @@ def open_descriptors(pid: int | None = None) -> int:
     folder = Path("/proc") / (str(pid) if pid else "self") / "fd"
     # Listing the folder of this process opens one descriptor of its own.
     return len(os.listdir(folder)) - (0 if pid else 1)
+
+
+def descriptors_below(folder: Path) -> int:
+    """How many file descriptors of this process lead to ``folder`` or what is or was in it: what else the process opens
+    or closes meanwhile does not matter.
+    """
+    found = 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            found += Path(os.readlink(f"/proc/self/fd/{name}")).is_relative_to(folder)
+    return found
 
 
 def mappings() -> set[str]:

@@ -65,9 +65,11 @@ def invoke() -> Callable[..., Ran]:
 
 @pytest.fixture
 def command(tmp_path: Path) -> Callable[..., list[str]]:
-    """The words that run a verb in a process of its own."""
+    """The words that run a verb in a process of its own, after the Python in ``first``, if any."""
 
-    def words(*arguments: str) -> list[str]:
+    def words(*arguments: str, first: str = "") -> list[str]:
+        if first:
+            return [sys.executable, "-c", f"{first}\nfrom weightwire.cli import main\nmain()", *arguments]
         return [sys.executable, "-m", "weightwire", *arguments]
 
     return words
@@ -75,13 +77,17 @@ def command(tmp_path: Path) -> Callable[..., list[str]]:
 
 @pytest.fixture
 def spawn(command: Callable[..., list[str]], tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Start a verb in a process of its own, which is gone after the test."""
+    """Start a verb in a process of its own, which is gone after the test. ``first`` is Python that has it wait where a
+    test wants it to: what is to be interrupted must not be over before the signal is sent.
+    """
     started: list[subprocess.Popen[str]] = []
 
-    def start(*arguments: str, environ: dict[str, str] | None = None, **options: Any) -> subprocess.Popen[str]:
+    def start(
+        *arguments: str, environ: dict[str, str] | None = None, first: str = "", **options: Any
+    ) -> subprocess.Popen[str]:
         options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
         process = subprocess.Popen(
-            command(*arguments), text=True, cwd=tmp_path, env=os.environ | (environ or {}), **options
+            command(*arguments, first=first), text=True, cwd=tmp_path, env=os.environ | (environ or {}), **options
         )
         started.append(process)
         return process

@@ -24,6 +24,12 @@ def script(code: str) -> list[str]:
     return [sys.executable, "-c", code]
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that is about to end is waited for as long as a busy machine takes."""
+    monkeypatch.setattr(embedded, "DEATH_SECONDS", 60.0)
+
+
 ANNOUNCE = 'print(\'{"endpoint": "127.0.0.1:1"}\', flush=True);'
 
 
@@ -52,6 +58,7 @@ def test_it_ends_when_the_work_fails() -> None:
     assert not psutil.pid_exists(pid)
 
 
+@pytest.mark.usefixtures("patient")
 def test_one_that_does_not_start_says_why() -> None:
     with pytest.raises(Failure) as caught, EmbeddedServer(command=script("import sys; sys.exit('no room\\nat all')")):
         pytest.fail("it did not start")
@@ -69,6 +76,7 @@ def test_one_that_says_what_is_wrong_is_believed() -> None:
     assert caught.value.hint
 
 
+@pytest.mark.usefixtures("patient")
 def test_one_that_is_slow_to_end_has_its_own_exit_code() -> None:
     code = "import os, time; os.close(1); time.sleep(0.3); os._exit(7)"
     with pytest.raises(Failure, match=r"did not start \(exit code 7\)"), EmbeddedServer(command=script(code)):
@@ -88,6 +96,7 @@ def test_one_that_says_nothing_is_ended(monkeypatch: pytest.MonkeyPatch) -> None
     assert caught.value.code == 3
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_death_under_a_transfer_is_told_with_the_last_words() -> None:
     with (
         pytest.raises(Failure) as caught,
@@ -109,6 +118,7 @@ def test_a_failure_of_the_transfer_alone_is_told_as_it_is() -> None:
         raise WeightwireError("no such thing")
 
 
+@pytest.mark.usefixtures("patient")
 def test_only_the_last_lines_are_kept() -> None:
     code = ANNOUNCE + "import sys; [print(i, file=sys.stderr) for i in range(5000)]; sys.exit(9)"
     with pytest.raises(Failure) as caught, EmbeddedServer(command=script(code)):

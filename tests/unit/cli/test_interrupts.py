@@ -20,7 +20,25 @@ pytestmark = pytest.mark.timeout(180)
 
 MIB = 1 << 20
 SIZE, COUNT = 256 * MIB, 40
-"""Sparse, and seconds of hashing, of which a signal needs a moment."""
+"""Sparse, and seconds of hashing."""
+
+ON_AND_ON = """
+import itertools
+import MODULE as module
+hash_them, number = module.FUNCTION, itertools.count()
+def on_and_on(*arguments, **options):
+    hashed = hash_them(*arguments, **options)
+    while next(number) >= TIMES:
+        hash_them(*arguments, **options)
+    return hashed
+module.FUNCTION = on_and_on
+"""
+
+
+def endless(module: str, function: str, times: int) -> str:
+    """Has a process that has hashed so many ``times`` hash the next for ever, so that a signal finds it at work."""
+    return ON_AND_ON.replace("MODULE", module).replace("FUNCTION", function).replace("TIMES", str(times))
+
 
 SLOW_PRUNE = """
 import sys, time
@@ -54,7 +72,7 @@ def test_hash(spawn, finish, large: Path) -> None:
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + COUNT * SIZE)
-    process = spawn("hash", str(path), "-q")
+    process = spawn("hash", str(path), "-q", first=endless("weightwire.hashing", "hash_payloads", 1))
     first = process.stdout.readline()
     assert first.split()[1:] == [str(SIZE), "t0"]
     process.send_signal(signal.SIGINT)
@@ -71,7 +89,8 @@ def test_cache_verify(spawn, finish, large: Path, option: list[str], threads: st
     for number in range(COUNT):
         with (large / f"{number:016x}").open("wb") as file:
             file.truncate(SIZE)
-    process = spawn("cache", "verify", "--cache", str(large), "--threads", threads, "-q", *option)
+    first = endless("weightwire.cache.check", "hash_with_digest", COUNT // 2)
+    process = spawn("cache", "verify", "--cache", str(large), "--threads", threads, "-q", *option, first=first)
 
     def reading() -> bool:
         folder, found = f"/proc/{process.pid}/fd", []

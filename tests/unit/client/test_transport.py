@@ -397,6 +397,7 @@ def test_an_old_server_refuses_the_offer_too(fake: FakeVerbs, no_leaks: LeakChec
 @pytest.mark.parametrize(
     ("answer", "error"), [(b"", TransferTimeout), (bytes(8), ProtocolError), (b"\x1c" + bytes(9), TransferTimeout)]
 )
+@pytest.mark.usefixtures("connected_at_once")
 def test_whatever_hello_brings_the_offer_is_closed(
     fake: FakeVerbs, no_leaks: LeakCheck, answer: bytes, error: type[Exception]
 ) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from support import raw_gguf as raw
-from support.leaks import open_descriptors
+from support.leaks import descriptors_below
 from support.rewriting import rewrite
 
 from weightwire.errors import ModelError
@@ -30,12 +30,12 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _no_descriptor_is_left() -> Iterator[None]:
+def _no_descriptor_is_left(tmp_path: Path) -> Iterator[None]:
     gc.collect()
-    before = open_descriptors()
+    before = descriptors_below(tmp_path)
     yield
     gc.collect()
-    assert open_descriptors() == before
+    assert descriptors_below(tmp_path) == before
 
 
 def test_payloads_are_ranges_of_one_read_only_descriptor(path: Path) -> None:
@@ -63,13 +63,13 @@ def test_views_are_read_only_bytes_and_outlive_the_model(path: Path) -> None:
 
 def test_views_share_one_mapping_and_let_it_go(path: Path) -> None:
     with open_model(path) as model:
-        before = open_descriptors()
+        before = descriptors_below(path.parent)
         views = [tensor.view() for _ in range(10) for tensor in model.tensors.values()]
-        assert open_descriptors() <= before + 1
+        assert descriptors_below(path.parent) <= before + 1
         assert str(path) in Path("/proc/self/maps").read_text()
         del views
         gc.collect()
-        assert open_descriptors() == before
+        assert descriptors_below(path.parent) == before
         assert str(path) not in Path("/proc/self/maps").read_text()
 
 
@@ -98,12 +98,12 @@ def test_close_does_not_close_what_was_opened_since(path: Path) -> None:
 
 
 def test_a_forgotten_model_gives_its_descriptor_back(path: Path) -> None:
-    before = open_descriptors()
+    before = descriptors_below(path.parent)
     model = open_model(path)
-    assert open_descriptors() == before + 1
+    assert descriptors_below(path.parent) == before + 1
     del model
     gc.collect()
-    assert open_descriptors() == before
+    assert descriptors_below(path.parent) == before
 
 
 def grow(path: Path) -> None:

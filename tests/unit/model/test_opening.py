@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 from support import raw_gguf as raw
-from support.leaks import open_descriptors
+from support.leaks import descriptors_below
 
 from weightwire.errors import ConfigError, ModelError
 from weightwire.model import open_model
@@ -22,10 +22,10 @@ GGUF = raw.build([], [raw.tensor("t", (4,), 0, 0)], bytes(range(16)))
 
 
 @pytest.fixture(autouse=True)
-def _no_descriptor_is_left() -> Iterator[None]:
-    before = open_descriptors()
+def _no_descriptor_is_left(tmp_path: Path) -> Iterator[None]:
+    before = descriptors_below(tmp_path)
     yield
-    assert open_descriptors() == before
+    assert descriptors_below(tmp_path) == before
 
 
 def refused(path: Path | str | bytes) -> ModelError:

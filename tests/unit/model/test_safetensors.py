@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.numpy import save_file
-from support.leaks import open_descriptors
+from support.leaks import descriptors_below
 
 from weightwire.errors import ModelError
 from weightwire.model import open_model
@@ -35,10 +35,10 @@ def entry(dtype: object = "F32", shape: object = (1,), offsets: object = (0, 4))
 
 
 def refused(path: Path) -> ModelError:
-    before = open_descriptors()
+    before = descriptors_below(path.parent)
     with pytest.raises(ModelError) as caught:
         open_model(path)
-    assert open_descriptors() == before
+    assert descriptors_below(path.parent) == before
     return caught.value
 
 
@@ -217,13 +217,13 @@ def write_index(folder: Path, where: dict[str, Any]) -> Path:
     ["", "model.safetensors.index.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"],
 )
 def test_index_folder_and_shards_open_the_whole_model(indexed: Path, given_path: str) -> None:
-    before = open_descriptors()
+    before = descriptors_below(indexed)
     with open_model(indexed / given_path) as model:
         assert len(model.files) == 2
         assert set(model.tensors) == {"a", "b", "c"}
         assert bytes(model.tensors["c"].view()) == np.full(4, 3, np.float16).tobytes()
     del model
-    assert open_descriptors() == before
+    assert descriptors_below(indexed) == before
 
 
 def test_an_index_that_goes_when_it_has_been_seen_is_not_missed(indexed: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import gguf
 import numpy as np
 import pytest
 from support import raw_gguf as raw
-from support.leaks import open_descriptors
+from support.leaks import descriptors_below
 
 from weightwire.errors import ModelError
 from weightwire.model import open_model
@@ -68,16 +68,16 @@ def key_offset(path: Path, key: str) -> int:
 
 
 def refused(path: Path) -> ModelError:
-    before = open_descriptors()
+    before = descriptors_below(path.parent)
     with pytest.raises(ModelError) as caught:
         open_model(path)
-    assert open_descriptors() == before
+    assert descriptors_below(path.parent) == before
     return caught.value
 
 
 @pytest.mark.parametrize("given", [0, 1, 2])
 def test_any_shard_opens_all(shards: list[Path], given: int) -> None:
-    before = open_descriptors()
+    before = descriptors_below(shards[0].parent)
     with open_model(shards[given]) as model:
         assert model.path == str(shards[given])
         assert model.files == tuple(map(str, shards))
@@ -86,7 +86,7 @@ def test_any_shard_opens_all(shards: list[Path], given: int) -> None:
         assert model.metadata["general.architecture"] == "llama"
         assert model.nbytes == 48
     del model
-    assert open_descriptors() == before
+    assert descriptors_below(shards[0].parent) == before
 
 
 def test_a_relative_path_opens_all(shards: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from support.leaks import open_descriptors
+from support.leaks import descriptors_below
 
 from weightwire.errors import ConfigError, ModelError
 from weightwire.model import open_model
@@ -71,9 +71,9 @@ def test_impossible_sizes_and_seeds(tmp_path: Path, nbytes: int) -> None:
 
 def test_the_file_is_a_gguf_for_the_gguf_package(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
-    before = open_descriptors()
+    before = descriptors_below(tmp_path)
     write_synthetic_gguf(path, 8 * MIB)
-    assert open_descriptors() == before
+    assert descriptors_below(tmp_path) == before
     reader = gguf.GGUFReader(path)
     assert reader.get_field("general.architecture").contents() == ARCHITECTURE  # type: ignore[union-attr]
     layout = synthetic_layout(8 * MIB)
@@ -137,7 +137,7 @@ def test_progress_is_told_in_bytes(tmp_path: Path) -> None:
 def test_nothing_is_left_when_it_is_interrupted(tmp_path: Path, error: BaseException) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(b"what was there")
-    before = open_descriptors()
+    before = descriptors_below(tmp_path)
 
     def stop(name: str, done: int, total: int) -> None:
         assert len(list(tmp_path.iterdir())) == 2
@@ -146,7 +146,7 @@ def test_nothing_is_left_when_it_is_interrupted(tmp_path: Path, error: BaseExcep
     with pytest.raises(type(error)):
         write_synthetic_gguf(path, MIB, progress=stop)
     assert [each.read_bytes() for each in tmp_path.iterdir()] == [b"what was there"]
-    assert open_descriptors() == before
+    assert descriptors_below(tmp_path) == before
 
 
 @pytest.mark.parametrize("call", ["posix_fallocate", "replace"])

@@ -47,12 +47,12 @@ def test_a_client_beyond_the_last_place_waits_until_one_is_free(
 
 def test_nobody_waits_longer_than_hello_timeout(no_leaks: LeakCheck, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "weightwire")
-    # Long enough for the first one's HELLO, on a busy machine.
-    with Server(port=0, max_clients=1, hello_timeout=1.5) as server, RawClient(server.port) as first:
+    with Server(port=0, max_clients=1) as server, RawClient(server.port) as first:
+        server._waiting.seconds = 0.2  # once the first one's HELLO has come, however slow the machine
         with RawClient(server.port, hello=False) as other:
             hello(other)
             assert other.closed()
-            assert f"{other.name}: turned away, no place became free in 1.5 s" in caplog.messages
+            assert f"{other.name}: turned away, no place became free in 0.2 s" in caplog.messages
         first.barrier()
 
 
@@ -93,6 +93,7 @@ def test_closing_ends_the_wait(no_leaks: LeakCheck, caplog: pytest.LogCaptureFix
         other.close()
 
 
+@pytest.mark.usefixtures("connected_at_once")
 def test_our_client_calls_a_full_server_busy(no_leaks: LeakCheck) -> None:
     with (
         Server(port=0, max_clients=1) as server,
@@ -103,12 +104,10 @@ def test_our_client_calls_a_full_server_busy(no_leaks: LeakCheck) -> None:
 
 
 def test_our_client_calls_it_busy_also_when_the_server_ends_the_wait(no_leaks: LeakCheck) -> None:
-    with (
-        Server(port=0, max_clients=1, hello_timeout=1.3) as server,
-        weightwire.connect(server.endpoints[0]),
-        pytest.raises(ServerBusy),
-    ):
-        weightwire.connect(server.endpoints[0], timeout=20)
+    with Server(port=0, max_clients=1) as server, weightwire.connect(server.endpoints[0]):
+        server._waiting.seconds = 1.3
+        with pytest.raises(ServerBusy):
+            weightwire.connect(server.endpoints[0], timeout=20)
 
 
 def test_our_client_is_served_when_a_place_becomes_free(no_leaks: LeakCheck, caplog: pytest.LogCaptureFixture) -> None:

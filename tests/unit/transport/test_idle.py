@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from support.ends import tcp_ends
 from support.fakeverbs import DEVICE_FATAL, FakeVerbs
 from support.idle import sleeps_on
+from support.pace import Pace, slow_and_not_stalled
 from support.rdma import connect_rdma, request
 
 from weightwire.errors import PeerClosed, TransferTimeout, VerbsError
@@ -65,17 +67,26 @@ def test_a_reader_that_sleeps_has_its_deadline(ends: tuple[ByteStream, ByteStrea
     assert caught.value.elapsed >= 0.7
 
 
-def test_less_than_the_low_water_mark_is_progress(ends: tuple[ByteStream, ByteStream], background: Any) -> None:
+@pytest.mark.parametrize("kind", ["tcp", "rdma"])
+def test_less_than_the_low_water_mark_is_progress(fake: FakeVerbs, background: Any, kind: str) -> None:
     """A large payload that trickles: every piece puts the deadline off, though none of them would wake the reader."""
-    client, server = ends
-    server.timeout = 3.0
-    waiting = background(server.recv, 9 + CHUNK + 5)
     head, body = request(6, bytes(CHUNK + 5))[:9], bytes(CHUNK + 5)
-    client.send(head)
-    for start in range(0, len(body), 1 << 15):
-        time.sleep(0.5)
-        client.send(body[start : start + (1 << 15)])
-    assert waiting.result() == head + body
+    starts = range(0, len(body), 1 << 15)
+
+    def attempt(timeout: float, pace: Pace) -> None:
+        client, server = tcp_ends() if kind == "tcp" else connect_rdma(*tcp_ends())
+        server.timeout = timeout
+        waiting = background(server.recv, 9 + CHUNK + 5)
+        try:
+            client.send(head)
+            for start in starts:
+                pace.step(client.send, body[start : start + (1 << 15)])
+            assert waiting.result() == head + body
+        finally:
+            server.close()
+            client.close()
+
+    slow_and_not_stalled(3.0, len(starts), attempt)
 
 
 def test_both_directions_hear_of_a_device_that_goes(

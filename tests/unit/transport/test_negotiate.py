@@ -5,6 +5,7 @@ import logging
 import struct
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 from support.leaks import LeakCheck
@@ -183,6 +184,7 @@ def test_closing_inside_the_answer_says_so(sent: int, no_leaks: LeakCheck) -> No
     assert caught.value.bytes_done == sent
 
 
+@pytest.mark.usefixtures("connected_at_once")
 def test_no_answer_is_a_busy_server(no_leaks: LeakCheck) -> None:
     with ScriptedServer(lambda peer: peer.rest() and None) as scripted, pytest.raises(ServerBusy) as caught:
         open_connection(scripted.endpoint, 0.3)
@@ -191,6 +193,7 @@ def test_no_answer_is_a_busy_server(no_leaks: LeakCheck) -> None:
     assert caught.value.phase == "hello"
 
 
+@pytest.mark.usefixtures("connected_at_once")
 def test_a_server_that_speaks_something_else_and_waits_for_more(no_leaks: LeakCheck) -> None:
     """Such as a web server, to which HELLO is half a line."""
 
@@ -323,16 +326,26 @@ def test_an_endpoint_that_is_none(endpoint: str) -> None:
 def test_a_server_that_was_asked_nothing_is_not_busy(no_leaks: LeakCheck, monkeypatch: pytest.MonkeyPatch) -> None:
     """Connecting took all the time there was."""
     connecting = negotiate.connect_tcp
+    now = 0.0
 
     def slow(endpoint: str, timeout: float) -> object:
+        nonlocal now
         stream = connecting(endpoint, 20.0)
-        threading.Event().wait(timeout)
+        assert accepted.wait(20)
+        now += timeout
         return stream
 
     monkeypatch.setattr(negotiate, "connect_tcp", slow)
+    monkeypatch.setattr(negotiate, "time", SimpleNamespace(monotonic=lambda: now))
+    accepted = threading.Event()
     heard: list[bytes] = []
-    with ScriptedServer(lambda peer: heard.append(peer.rest())) as scripted, pytest.raises(TransferTimeout) as caught:
-        open_connection(scripted.endpoint, 0.05)
+
+    def server(peer: Peer) -> None:
+        accepted.set()
+        heard.append(peer.rest())
+
+    with ScriptedServer(server) as scripted, pytest.raises(TransferTimeout) as caught:
+        open_connection(scripted.endpoint, 20.0)
     assert not isinstance(caught.value, ServerBusy)
     assert heard == [b""]
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from support.ends import tcp_ends
 from support.fakeverbs import (
     DEVICE_FATAL,
     FLUSHED,
@@ -23,7 +24,8 @@ from support.fakeverbs import (
     SUCCESS,
     FakeVerbs,
 )
-from support.rdma import pair_number, request, response
+from support.pace import Pace, slow_and_not_stalled
+from support.rdma import connect_rdma, pair_number, request, response
 
 from weightwire.errors import CompletionError, PeerClosed, TransferTimeout, TransportError, VerbsError
 from weightwire.transport.rdma import RdmaStream
@@ -187,17 +189,24 @@ def test_nobody_takes_it(rdma_pair: Pair) -> None:
     assert caught.value.bytes_done == 9 + 30 * CHUNK  # 24 slots of the peer and 8 of ours, less the two of the header
 
 
-def test_slow_is_not_stalled(rdma_pair: Pair, background: Any) -> None:
-    client, server = rdma_pair
-    client.timeout = 0.5
+def test_slow_is_not_stalled(fake: FakeVerbs, background: Any) -> None:
     message = request(6, os.urandom(40 * CHUNK))
-    sending = background(client.send, message)
-    got = b""
-    while len(got) < len(message):
-        got += server.recv(min(len(message) - len(got), 4 * CHUNK))
-        time.sleep(0.1)
-    sending.result()
-    assert got == message
+
+    def attempt(timeout: float, pace: Pace) -> None:
+        client, server = connect_rdma(*tcp_ends())
+        client.timeout = timeout
+        sending = background(client.send, message)
+        try:
+            got = b""
+            while len(got) < len(message):
+                got += pace.step(server.recv, min(len(message) - len(got), 4 * CHUNK))
+            sending.result()
+            assert got == message
+        finally:
+            client.close()
+            server.close()
+
+    slow_and_not_stalled(1.0, 11, attempt)
 
 
 @pytest.mark.parametrize("doing", ["recv", "send"])

@@ -8,6 +8,7 @@ import struct
 import threading
 
 import pytest
+from support.ends import underway, unread
 from support.leaks import eventually
 
 from weightwire.errors import PeerClosed, TransportError
@@ -17,13 +18,18 @@ MiB = 1 << 20
 DATA = bytes(range(256)) * (12 * 1024)
 
 
+def has_taken_a_byte(sender: TcpStream, reader: TcpStream) -> None:
+    """Wait until somebody is inside a call that reads more than a byte: one that begins later finds a closed stream."""
+    sender.send(b"1")
+    assert eventually(lambda: underway(sender) == 0 and unread(reader) == 0)
+
+
 @pytest.mark.parametrize("end", ["shutdown", "close"])
 @pytest.mark.parametrize("size", [10, MiB])
 def test_a_blocked_reader_is_woken(tcp_pair, background, no_fd_leak, end: str, size: int) -> None:
-    _, b = tcp_pair
+    a, b = tcp_pair
     reader = background(lambda: b.recv(size, timeout=None))
-    waiter = threading.Event()
-    waiter.wait(0.05)
+    has_taken_a_byte(a, b)
     getattr(b, end)()
     with pytest.raises(PeerClosed, match="on this side"):
         reader.result()
@@ -39,10 +45,10 @@ def test_an_idle_session_ends_quietly(tcp_pair, background) -> None:
 
 @pytest.mark.parametrize("end", ["shutdown", "close"])
 def test_a_blocked_writer_is_woken(narrow, background, end: str) -> None:
-    a, _ = narrow
+    a, b = narrow
     a.timeout = None
     sender = background(a.send, DATA)
-    threading.Event().wait(0.05)
+    assert eventually(lambda: unread(b) > 0)
     getattr(a, end)()
     with pytest.raises(PeerClosed, match="on this side"):
         sender.result()
@@ -51,10 +57,8 @@ def test_a_blocked_writer_is_woken(narrow, background, end: str) -> None:
 def test_the_descriptor_outlives_a_call_in_flight(tcp_pair, background) -> None:
     a, b = tcp_pair
     number = b.fileno()
-    entered = threading.Event()
-    reader = background(lambda: (entered.set(), b.recv(MiB, timeout=None)))
-    entered.wait()
-    threading.Event().wait(0.05)
+    reader = background(lambda: b.recv(MiB, timeout=None))
+    has_taken_a_byte(a, b)
     b.close()
     assert b.fileno() == -1
     with pytest.raises(PeerClosed):

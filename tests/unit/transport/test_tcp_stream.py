@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -10,6 +11,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.ends import tcp_ends, unread
+from support.leaks import eventually
+from support.pace import Pace, slow_and_not_stalled
 
 from weightwire.errors import ModelError, PeerClosed, TransferTimeout, TransportError
 from weightwire.ranges import FileRange
@@ -107,9 +111,15 @@ def test_bytes_behind_a_large_message_stay_for_the_next(tcp_pair, background) ->
     assert b.recv(5) == b"later"
 
 
+def have_come(stream: TcpStream, nbytes: int) -> None:
+    """Wait until so many bytes can be read: the system may take its time over loopback, too."""
+    assert eventually(lambda: unread(stream) >= nbytes)
+
+
 def test_low_water_is_back_at_one_after_a_failure(tcp_pair) -> None:
     a, b = tcp_pair
     a.send(b"some")
+    have_come(b, 4)
     with pytest.raises(TransferTimeout) as caught:
         b.recv_into(bytearray(MiB), timeout=0.05)
     assert caught.value.bytes_done == 4
@@ -117,21 +127,28 @@ def test_low_water_is_back_at_one_after_a_failure(tcp_pair) -> None:
         assert same.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) == 1
 
 
-def test_slow_bytes_below_the_low_water_mark_are_progress(tcp_pair, background) -> None:
-    # 20 bytes, each within the limit of the one before, far apart enough for the whole to outlast it many times.
-    a, b = tcp_pair
-    pace = threading.Event()
+def test_slow_bytes_below_the_low_water_mark_are_progress(background) -> None:
+    # 20 bytes, each within the limit of the one before, far apart enough for the whole to outlast it.
+    def attempt(timeout: float, pace: Pace) -> None:
+        a, b = tcp_ends()
 
-    def trickle() -> None:
-        for i in range(20):
-            pace.wait(0.1)
-            a.send(bytes([i]))
-        a.send(bytes(MiB))
+        def trickle() -> None:
+            for i in range(20):
+                pace.step(a.send, bytes([i]))
+            a.send(bytes(MiB))
 
-    sender = background(trickle)
-    got = b.recv(MiB + 20, timeout=1.5)
-    sender.result()
-    assert got[:20] == bytes(range(20))
+        sender = background(trickle)
+        try:
+            got = b.recv(MiB + 20, timeout=timeout)
+            sender.result()
+            assert got[:20] == bytes(range(20))
+        finally:
+            b.close()
+            with contextlib.suppress(TransportError):  # what is not waited for any more is not taken
+                sender.result()
+            a.close()
+
+    slow_and_not_stalled(1.0, 20, attempt)
 
 
 def test_both_directions_at_once(tcp_pair, background) -> None:
@@ -336,6 +353,7 @@ def test_a_silent_peer_is_a_timeout_that_names_the_phase(tcp_pair, size: int) ->
     a, b = tcp_pair
     b.timeout = 0.05
     a.send(bytes(3))
+    have_come(b, 3)
     with pytest.raises(TransferTimeout, match="receiving from") as caught:
         b.recv(size)
     assert (caught.value.phase, caught.value.bytes_done) == ("receive", 3)
@@ -385,7 +403,7 @@ def test_a_handler_that_raises_ends_the_call(narrow, model, alarm, call: str) ->
     fd, _ = model
     a.timeout = b.timeout = None
     data = bytearray(DATA)
-    with alarm(press, 0.05), pytest.raises(Pressed):
+    with pytest.raises(Pressed), alarm(press, 0.05):
         if call == "recv":
             a.recv(10)
         elif call == "recv large":
@@ -426,14 +444,17 @@ def test_a_signal_that_another_thread_took_is_noticed(tcp_pair, background) -> N
     old = signal.signal(signal.SIGUSR1, press)
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
     try:
+        expected = threading.Event()
 
         def take() -> None:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
+            assert expected.wait(60)
             threading.Event().wait(0.05)
             signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
 
         taker = background(take)
         with pytest.raises(Pressed):
+            expected.set()
             a.recv(1, timeout=20.0)
         taker.result()
     finally:
