@@ -207,6 +207,9 @@ static void check_moving(int registered)
         jobs[i].seed = 100 + (unsigned int)i;
         CHECK(pthread_create(&threads[i], NULL, i < 2 ? send_stream : recv_stream, &jobs[i]) == 0);
     }
+    while (ww_link_counts(one.link).receives < 40) { /* anybody may look on */
+        usleep(100);
+    }
     for (int i = 0; i < 4; i++) {
         CHECK(pthread_join(threads[i], NULL) == 0);
     }
