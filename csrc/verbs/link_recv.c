@@ -86,8 +86,9 @@ int ww_link_relieve(struct ww_link *link)
     pthread_mutex_lock(&link->recv_lock);
     if (link->receivers == 0) {
         n = ww_link_drain(link);
-        /* Room is kept for all slots, or they could no longer be drained. */
-        for (uint32_t i = 0; n > 0 && i < link->held && link->held + link->c.rx_slots < WW_ARRIVALS; i++) {
+        /* What was found earlier too: with every slot in use, nothing more will come. Room is kept for all slots, or they
+         * could no longer be drained. */
+        for (uint32_t i = 0; n >= 0 && i < link->held && link->held + link->c.rx_slots < WW_ARRIVALS; i++) {
             struct ww_arrival *arrival = &link->arrivals[(link->first + i) % WW_ARRIVALS];
             uint32_t left = arrival->nbytes - arrival->used;
             uint8_t *copy = arrival->slot >= 0 && left <= SMALL_ARRIVAL ? malloc(left) : NULL;

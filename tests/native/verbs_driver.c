@@ -262,6 +262,51 @@ static void check_relief(void)
     drop(&other);
 }
 
+#define MUCH (60 * WW_CHUNK)
+
+/* Sends more than there are slots left for, and reads only then. */
+static void *send_then_read(void *argument)
+{
+    struct side *side = argument;
+    uint8_t answer[24] = {16}, header[9], *much = malloc(MUCH);
+    for (int i = 0; i < 10; i++) {
+        DONE(send_all(side, answer, sizeof answer, 0, -1));
+    }
+    DONE(recv_all(side, header, sizeof header, -1));
+    DONE(recv_all(side, much, MUCH, -1));
+    free(much);
+    return NULL;
+}
+
+/* What a receive has found and left in its slots is in nobody's way either. */
+static void check_relief_of_found(void)
+{
+    struct side one, other;
+    pthread_t thread;
+    uint8_t header[9] = {6}, answer[24] = {16};
+    uint8_t *much = calloc(1, MUCH);
+    connect_sides(&one, &other);
+    for (int i = 0; i < WW_RECEIVE_SLOTS / 2; i++) { /* each takes two slots: size and payload */
+        DONE(send_all(&other, answer, sizeof answer, 0, -1));
+    }
+    DONE(recv_all(&one, answer, 4, -1)); /* has found all of them, and is done with none */
+    CHECK(pthread_create(&thread, NULL, send_then_read, &other) == 0);
+    for (int i = 0; i < 8; i++) {
+        header[1 + i] = (uint8_t)((uint64_t)MUCH >> (8 * i));
+    }
+    DONE(send_all(&one, header, sizeof header, 0, INT64_C(30000000000)));
+    DONE(send_all(&one, much, MUCH, 0, INT64_C(30000000000)));
+    CHECK(pthread_join(thread, NULL) == 0);
+    DONE(recv_all(&one, answer, 20, -1));
+    for (int i = 1; i < WW_RECEIVE_SLOTS / 2 + 10; i++) {
+        DONE(recv_all(&one, answer, sizeof answer, -1));
+        CHECK(answer[0] == 16);
+    }
+    free(much);
+    drop(&one);
+    drop(&other);
+}
+
 static void check_ends(void)
 {
     struct side one, other;
@@ -317,6 +362,7 @@ int main(void)
     check_moving(1);
     puts("moving");
     check_relief();
+    check_relief_of_found();
     puts("relief");
     check_ends();
     puts("ends");
