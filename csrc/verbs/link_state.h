@@ -39,6 +39,7 @@ struct ww_link {
     pthread_mutex_t fault_lock;
     struct ww_link_fault fault;
     const char *lost_in; /* the call that told */
+    int hangup_error;    /* what the TCP socket said of its end, which it does once */
 
     /* Sending: one thread at a time, but completions may be reaped by another. */
     pthread_mutex_t send_lock;
@@ -57,6 +58,7 @@ struct ww_link {
     struct ww_arrival arrivals[WW_ARRIVALS];
     uint32_t first, held;
     uint32_t empties; /* SENDs without a byte, one after the other */
+    int ended;        /* a completion was the last to be taken */
     _Atomic uint64_t received;
     uint8_t posted_slots[WW_RECEIVE_SLOTS];
 };

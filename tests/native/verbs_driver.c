@@ -1,6 +1,7 @@
 /* Exercises csrc/verbs over the stand-in libibverbs, for builds with sanitizers: prints what it checked, exits non-zero at the first
  * wrong answer. */
 #include <errno.h>
+#include <netinet/in.h>
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -307,6 +308,56 @@ static void check_relief_of_found(void)
     drop(&other);
 }
 
+/* An answer that had come before a SEND failed is delivered, to a receive that comes after. */
+static void check_last_words(void)
+{
+    struct side one, other;
+    uint8_t header[9] = {1, 0, 0, 4}, answer[24] = {16}, got[24];
+    uint8_t *much = calloc(1, WW_CHUNK);
+    connect_sides(&one, &other);
+    DONE(send_all(&one, header, sizeof header, 0, -1));
+    DONE(send_all(&other, answer, sizeof answer, 0, -1));
+    CHECK(send_all(&one, much, WW_CHUNK, 0xdead, -1).code == WW_FAULT);
+    DONE(recv_all(&one, got, sizeof got, -1));
+    CHECK(memcmp(got, answer, sizeof got) == 0);
+    CHECK(recv_all(&one, got, 1, -1).code == WW_FAULT);
+    CHECK(ww_link_fault(one.link).sending);
+    free(much);
+    drop(&one);
+    drop(&other);
+}
+
+/* The socket tells of a reset once, and whoever asks later hears the same. */
+static void check_reset(void)
+{
+    struct side one, other;
+    struct sockaddr_in here = {.sin_family = AF_INET, .sin_addr = {htonl(INADDR_LOOPBACK)}};
+    struct linger at_once = {1, 0};
+    socklen_t size = sizeof here;
+    uint8_t byte, header[9] = {6};
+    int listening = socket(AF_INET, SOCK_STREAM, 0);
+    connect_sides(&one, &other);
+    CHECK(bind(listening, (struct sockaddr *)&here, size) == 0 && listen(listening, 1) == 0);
+    CHECK(getsockname(listening, (struct sockaddr *)&here, &size) == 0);
+    close(one.tcp);
+    close(other.tcp);
+    one.tcp = socket(AF_INET, SOCK_STREAM, 0);
+    CHECK(connect(one.tcp, (struct sockaddr *)&here, size) == 0);
+    other.tcp = accept(listening, NULL, NULL);
+    CHECK(other.tcp >= 0);
+    ww_link_attach(one.link, one.tcp, WW_FRAME_REQUESTS);
+    CHECK(setsockopt(other.tcp, SOL_SOCKET, SO_LINGER, &at_once, sizeof at_once) == 0);
+    close(other.tcp);
+    other.tcp = listening;
+    DONE(send_all(&one, header, sizeof header, 0, -1)); /* the queue pair goes on for as long as it does */
+    for (int i = 0; i < 2; i++) {
+        struct ww_status status = recv_all(&one, &byte, 1, -1);
+        CHECK(status.code == WW_CLOSED && status.error == ECONNRESET);
+    }
+    drop(&one);
+    drop(&other);
+}
+
 static void check_ends(void)
 {
     struct side one, other;
@@ -364,6 +415,8 @@ int main(void)
     check_relief();
     check_relief_of_found();
     puts("relief");
+    check_last_words();
+    check_reset();
     check_ends();
     puts("ends");
     check_faults();
