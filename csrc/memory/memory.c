@@ -92,10 +92,12 @@ size_t ww_first_difference(const void *a, const void *b, size_t n)
     while (at < n) {
         size_t step = n - at < 4096 ? n - at : 4096;
         if (memcmp(x + at, y + at, step) != 0) {
-            while (x[at] == y[at]) {
-                at++;
+            /* Within the step: another thread may have made them equal by now. */
+            for (size_t i = 0; i < step; i++) {
+                if (x[at + i] != y[at + i]) {
+                    return at + i;
+                }
             }
-            return at;
         }
         at += step;
     }
