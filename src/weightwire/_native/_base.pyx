@@ -207,9 +207,9 @@ cdef class BaseStream:
         # Not of the socket: that is kept open as long as somebody is inside.
         if status.code == WW_FAILED:
             check_open(source, status.error, offset)
-        if status.code == WW_FAILED and status.operation != NULL and <bytes>status.operation == b"pread":
+        if status.code == WW_FAILED and status.operation != NULL and <bytes>status.operation in (b"pread", b"fstat"):
             raise ModelError(
-                f"pread: {os.strerror(status.error)}", path=source.path, offset=offset,
+                f"{(<bytes>status.operation).decode()}: {os.strerror(status.error)}", path=source.path, offset=offset,
                 hint=_CUT_SHORT if status.error == errno.EIO else "",
             )
         return 0
