@@ -18,7 +18,7 @@
 #ifndef WW_SYSCALL_MAX
 #define WW_SYSCALL_MAX ((size_t)1 << 30)
 #endif
-#define WW_SLICE_NS INT64_C(200000000)
+#define WW_SLICE_NS INT64_C(100000000) /* long enough to cost nothing, short enough for Ctrl-C */
 
 #define WW_NEVER_NS INT64_C(3600000000000) /* a slice that is as good as none */
 
