@@ -3,6 +3,7 @@
 from cpython.buffer cimport PyBuffer_Release
 from cpython.bytes cimport PyBytes_AsString, PyBytes_FromStringAndSize
 from cpython.exc cimport PyErr_CheckSignals
+from libc.errno cimport ECONNABORTED, ECONNRESET
 from libc.stddef cimport size_t
 from libc.stdint cimport INT64_MAX, int64_t, uint64_t
 from posix.unistd cimport getpid
@@ -176,6 +177,17 @@ cdef class BaseStream:
             self.release()
         return 0
 
+    cdef void recall(self, ww_status *status) noexcept:
+        """A socket tells of an error once, to whichever call comes first: later it has ended in good order."""
+        if status.code != WW_CLOSED or self.stopped:
+            return
+        if status.error in (ECONNRESET, ECONNABORTED):
+            self.ended = status.error
+        elif self.ended:
+            status.error = self.ended
+            if self.ended not in (ECONNRESET, ECONNABORTED):
+                status.code = WW_FAILED
+
     cdef int check_process(self, str operation) except -1:
         """A forked child has the parent's connection in hand: what it sends or takes would be missing there."""
         if self.process == getpid():
@@ -299,6 +311,7 @@ cdef class BaseStream:
             try:
                 self.pull(<char *>target.buf, <size_t>target.len, limit, &flow, &status)
                 if status.code != WW_DONE:
+                    self.recall(&status)
                     self.fail(status, &flow, <uint64_t>target.len, False)
             finally:
                 self.leave()
@@ -316,6 +329,7 @@ cdef class BaseStream:
         try:
             self.pull(PyBytes_AsString(data), <size_t>nbytes, limit, &flow, &status)
             if status.code != WW_DONE:
+                self.recall(&status)
                 if end_is_none and status.code == WW_CLOSED and status.error == 0 and flow.done == 0:
                     return None
                 self.fail(status, &flow, <uint64_t>nbytes, False)
@@ -362,6 +376,7 @@ cdef class BaseStream:
         finally:
             self.sent += flow.done
         if status.code != WW_DONE:
+            self.recall(&status)
             if source is not None:
                 self.check_file(status, source, offset[0])
             self.fail(status, &flow, nbytes, True)
