@@ -74,4 +74,4 @@ cdef class BaseStream:
     cdef int pull(self, char *data, size_t nbytes, int64_t limit, ww_flow *flow, ww_status *status) except -1
     cdef object take(self, Py_ssize_t nbytes, object timeout, bint end_is_none)
     cdef int gather(self, object buffers, object source) except -1
-    cdef int push(self, void *message, uint64_t nbytes, object source, const uint64_t *offset) except -1
+    cdef int push(self, void *message, uint64_t nbytes, bint in_memory, object source, const uint64_t *offset) except -1

@@ -356,15 +356,18 @@ cdef class BaseStream:
             let_go(&views)
         return 0
 
-    cdef int push(self, void *message, uint64_t nbytes, object source, const uint64_t *offset) except -1:
-        """Sends a message of ``nbytes`` bytes; ``offset`` follows how far ``source``, if there is one, has come."""
+    cdef int push(self, void *message, uint64_t nbytes, bint in_memory, object source, const uint64_t *offset) except -1:
+        """Sends a message of ``nbytes`` bytes; ``offset`` follows how far ``source``, if there is one, has come.
+
+        Unless all of it is ``in_memory``, a disk may be waited for.
+        """
         cdef ww_flow flow
         cdef ww_status status
         ww_flow_start(&flow, self.timeout_ns)
         flow.profile = clock_of(self.clock)
         try:
             status.code = WW_PAUSED
-            if nbytes <= KEEP_GIL:
+            if nbytes <= KEEP_GIL and in_memory:
                 flow.impatient = 1
                 self.send_step(message, &flow, &status)
                 flow.impatient = 0

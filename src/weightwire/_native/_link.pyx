@@ -260,7 +260,7 @@ cdef class Link(BaseStream):
                 nbytes += file.nbytes
             self.enter("send")
             try:
-                self.push(&left, nbytes, source, &file.offset)
+                self.push(&left, nbytes, source is None, source, &file.offset)
             finally:
                 self.leave()
         finally:

@@ -158,7 +158,7 @@ cdef class Stream(BaseStream):
                     message.parts.count += 1
                 elif source is not None:
                     message.file = &file
-                self.push(&message, nbytes, source, &file.offset)
+                self.push(&message, nbytes, message.file == NULL, source, &file.offset)
             finally:
                 self.leave()
         finally:
