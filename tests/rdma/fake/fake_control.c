@@ -239,8 +239,12 @@ __attribute__((constructor)) static void begin(void)
     fake_reset();
     /* For processes that no test can reach into. */
     const char *budget = getenv("FAKE_VERBS_BUDGET"), *fault = getenv("FAKE_VERBS_FAULT");
+    const char *begun = getenv("FAKE_VERBS_BEGUN");
     if (budget) {
         fake.s_budget = atol(budget);
+    }
+    if (begun && write(atoi(begun), "x", 1) == 1) { /* a library that takes long to load */
+        usleep(500000);
     }
     if (fault && fake_fault(fault, 0, 0)) {
         fprintf(stderr, "the stand-in libibverbs does not know the fault %s\n", fault);

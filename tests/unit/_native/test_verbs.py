@@ -397,6 +397,33 @@ def test_opened_by_many_threads_at_once(fake_library: FakeVerbs) -> None:
     assert done.stdout == f"{[1] * 8}\n", done.stderr
 
 
+FORK = """
+import os, signal, threading, time
+from weightwire._native import _verbs
+begun, begin = os.pipe()
+os.environ["FAKE_VERBS_BEGUN"] = str(begin)
+opening = threading.Thread(target=_verbs.devices)
+opening.start()
+os.read(begun, 1)
+child = os.fork()
+if child == 0:
+    os._exit(len(_verbs.devices()))
+opening.join()
+deadline = time.monotonic() + 30
+while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline:
+    time.sleep(0.01)
+if ended == (0, 0):
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+print(os.waitstatus_to_exitcode(ended[1]) if ended[0] else "it waits for ever")
+"""
+
+
+def test_a_fork_while_another_thread_opens_the_library(fake_library: FakeVerbs) -> None:
+    done = run_python(FORK, str(fake_library.library))
+    assert done.stdout == "1\n", done.stderr
+
+
 def test_importing_opens_nothing() -> None:
     done = run_python(
         "import weightwire, weightwire.rdma, weightwire._native._verbs, weightwire._native._link\n"
