@@ -3,6 +3,7 @@
 #include <errno.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #ifndef MADV_POPULATE_WRITE /* Linux 5.14; the headers may be older than the kernel */
@@ -92,10 +93,12 @@ size_t ww_first_difference(const void *a, const void *b, size_t n)
     while (at < n) {
         size_t step = n - at < 4096 ? n - at : 4096;
         if (memcmp(x + at, y + at, step) != 0) {
-            while (x[at] == y[at]) {
-                at++;
+            /* Within the step: another thread may have made them equal by now. */
+            for (size_t i = 0; i < step; i++) {
+                if (x[at + i] != y[at + i]) {
+                    return at + i;
+                }
             }
-            return at;
         }
         at += step;
     }
@@ -105,8 +108,15 @@ size_t ww_first_difference(const void *a, const void *b, size_t n)
 struct ww_status ww_resident(int fd, uint64_t offset, uint64_t nbytes, uint64_t *resident)
 {
     uint64_t page = page_size();
-    uint64_t at = (offset + page - 1) / page * page;
-    uint64_t end = (offset + nbytes) / page * page;
+    uint64_t end = nbytes < UINT64_MAX - offset ? offset + nbytes : UINT64_MAX;
+    /* A file ends somewhere, and the cache has nothing behind that. */
+    struct stat file;
+    uint64_t last = INT64_MAX;
+    if (fstat(fd, &file) == 0 && S_ISREG(file.st_mode)) {
+        last = ((uint64_t)file.st_size + page - 1) / page * page;
+    }
+    end = (end < last ? end : last) / page * page;
+    uint64_t at = offset < end ? (offset + page - 1) / page * page : end;
     unsigned char pages[LOOK];
     *resident = 0;
     while (at < end) {

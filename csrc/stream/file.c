@@ -130,8 +130,10 @@ static int move_window(struct ww_file_part *part)
 static ssize_t there(int fd, uint64_t offset, size_t nbytes)
 {
     struct stat file;
-    if (fstat(fd, &file) != 0) {
-        return -1;
+    while (fstat(fd, &file) != 0) {
+        if (errno != EINTR) {
+            return -1;
+        }
     }
     uint64_t size = (uint64_t)file.st_size;
     return size <= offset ? 0 : size - offset < nbytes ? (ssize_t)(size - offset) : (ssize_t)nbytes;
@@ -139,7 +141,7 @@ static ssize_t there(int fd, uint64_t offset, size_t nbytes)
 
 /* As sendfile: 0 at the end of the file. Past the end the last page of a mapping reads as zeroes and the next as EFAULT, so
  * the size is asked for before, and again after what was sent. */
-static ssize_t by_window(int fd, const struct ww_file_part *part)
+static ssize_t by_window(int fd, const struct ww_file_part *part, int *file_failed)
 {
     size_t at = (size_t)(part->offset - part->window_offset);
     size_t want = part->window_nbytes - at;
@@ -147,11 +149,14 @@ static ssize_t by_window(int fd, const struct ww_file_part *part)
     for (int attempt = 0;; attempt++) {
         ssize_t have = there(part->fd, part->offset, want);
         if (have <= 0) {
+            *file_failed = have < 0;
             return have;
         }
         ssize_t sent = send(fd, part->window + at, (size_t)have, MSG_NOSIGNAL | MSG_DONTWAIT);
         if (sent > 0) {
-            return there(part->fd, part->offset, (size_t)sent);
+            have = there(part->fd, part->offset, (size_t)sent);
+            *file_failed = have < 0;
+            return have;
         }
         if (errno != EFAULT || attempt) {
             return sent;
@@ -160,7 +165,7 @@ static ssize_t by_window(int fd, const struct ww_file_part *part)
 }
 
 /* Reads some and sends what the socket takes of it; the rest is read again. */
-static ssize_t by_copy(int fd, const struct ww_file_part *part, struct ww_profile *profile, int *read_failed)
+static ssize_t by_copy(int fd, const struct ww_file_part *part, struct ww_profile *profile, int *file_failed)
 {
     char data[COPY_MAX];
     size_t want = part->nbytes < sizeof data ? (size_t)part->nbytes : sizeof data;
@@ -169,11 +174,22 @@ static ssize_t by_copy(int fd, const struct ww_file_part *part, struct ww_profil
     int error = errno;
     ww_profile_back(profile, aside);
     errno = error;
-    *read_failed = got < 0;
+    *file_failed = got < 0;
     if (got <= 0) {
         return got;
     }
     return send(fd, data, (size_t)got, MSG_NOSIGNAL | MSG_DONTWAIT);
+}
+
+/* Whether to read the file instead, because the kernel cannot do it this way, or because what failed is not the socket but
+ * the file: pread says so. EOVERFLOW: offsets beyond 2 GiB of a file that is no ordinary one, such as /proc/self/mem.
+ * EFAULT: a page that the disk does not give. */
+static int is_to_be_read(enum ww_file_way way, int error)
+{
+    if (way == WW_BY_SENDFILE) {
+        return error == EINVAL || error == ENOSYS || error == EOVERFLOW || error == EIO || error == ESTALE;
+    }
+    return way == WW_BY_WINDOW && error == EFAULT;
 }
 
 static struct ww_status send_file(int fd, struct ww_file_part *part, struct ww_file_pace *pace, struct ww_flow *flow,
@@ -185,10 +201,10 @@ static struct ww_status send_file(int fd, struct ww_file_part *part, struct ww_f
             way = WW_BY_SENDFILE;
         }
         const char *operation = way == WW_BY_SENDFILE ? "sendfile" : "send";
-        int read_failed = 0;
+        int file_failed = 0;
         ssize_t sent = way == WW_BY_SENDFILE ? by_sendfile(fd, part)
-            : way == WW_BY_WINDOW            ? by_window(fd, part)
-                                             : by_copy(fd, part, flow->profile, &read_failed);
+            : way == WW_BY_WINDOW            ? by_window(fd, part, &file_failed)
+                                             : by_copy(fd, part, flow->profile, &file_failed);
         if (sent > 0) {
             part->offset += (uint64_t)sent;
             part->nbytes -= (uint64_t)sent;
@@ -199,15 +215,15 @@ static struct ww_status send_file(int fd, struct ww_file_part *part, struct ww_f
             }
         } else if (sent == 0) {
             return ww_status_of(WW_SHORT, 0, operation);
-        } else if (read_failed) {
-            return errno == EINTR ? ww_status_of(WW_PAUSED, 0, "pread") : ww_status_of(WW_FAILED, errno, "pread");
+        } else if (file_failed) {
+            const char *call = way == WW_BY_WINDOW ? "fstat" : "pread";
+            return errno == EINTR ? ww_status_of(WW_PAUSED, 0, call) : ww_status_of(WW_FAILED, errno, call);
         } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
             struct ww_status status = ww_flow_wait(flow, fd, POLLOUT, operation);
             if (status.code != WW_DONE) {
                 return status;
             }
-        } else if (way == WW_BY_SENDFILE && (errno == EINVAL || errno == ENOSYS || errno == EOVERFLOW)) {
-            /* the last: offsets beyond 2 GiB of a file that is no ordinary one, such as /proc/self/mem */
+        } else if (is_to_be_read(way, errno)) {
             part->must_copy = 1;
         } else {
             return ww_socket_failure(errno, operation);

@@ -18,7 +18,7 @@
 #ifndef WW_SYSCALL_MAX
 #define WW_SYSCALL_MAX ((size_t)1 << 30)
 #endif
-#define WW_SLICE_NS INT64_C(200000000)
+#define WW_SLICE_NS INT64_C(100000000) /* long enough to cost nothing, short enough for Ctrl-C */
 
 #define WW_NEVER_NS INT64_C(3600000000000) /* a slice that is as good as none */
 
@@ -83,8 +83,8 @@ struct ww_file_part {
     uint64_t window_offset;
 };
 
-/* Sends the range. WW_SHORT: the file ended at part->offset. The mapping is only ever touched by the kernel, on whose side
- * a file cut short is an error and not a SIGBUS. */
+/* Sends the range. WW_SHORT: the file ended at part->offset. WW_FAILED in "pread" or "fstat": the file cannot be read. The
+ * mapping is only ever touched by the kernel, on whose side a file cut short is an error and not a SIGBUS. */
 struct ww_status ww_send_file(int fd, struct ww_file_part *part, struct ww_file_pace *pace, struct ww_flow *flow);
 
 /* Gives back what ww_send_file holds for the part; after the last call, however it ended. */

@@ -97,6 +97,9 @@ struct ww_status ww_port_count(const struct ww_verbs *verbs, struct ibv_context 
 
 struct ww_status ww_port(const struct ww_verbs *verbs, struct ibv_context *context, int port, struct ww_port_info *info)
 {
+    if (!ww_is_port(port)) {
+        return failed(EINVAL, "ibv_query_port");
+    }
     /* The function of version 1.1 fills an older, shorter form of the struct. */
     struct ibv_port_attr attributes;
     memset(&attributes, 0, sizeof attributes);
@@ -141,6 +144,9 @@ struct ww_status ww_gid(const struct ww_verbs *verbs, struct ibv_context *contex
     static const uint8_t nothing[16];
     memset(raw, 0, 16);
     *type = WW_GID_UNKNOWN;
+    if (!ww_is_port(port)) {
+        return failed(EINVAL, "ibv_query_gid");
+    }
     if (verbs->query_gid_ex) {
         struct ibv_gid_entry entry;
         memset(&entry, 0, sizeof entry);

@@ -33,6 +33,7 @@ static void accept(struct ww_link *link, const struct ibv_wc *wc)
         fault.nbytes = wc->byte_len;
     }
     if (fault.kind != WW_FAULT_NONE) {
+        link->ended = 1;
         ww_link_blame(link, fault);
         return;
     }
@@ -42,6 +43,7 @@ static void accept(struct ww_link *link, const struct ibv_wc *wc)
     if (wc->byte_len == 0) {
         /* Some are harmless; a peer that sends nothing else would keep us busy for ever. */
         if (++link->empties > link->c.rx_slots) {
+            link->ended = 1;
             ww_link_blame(link, (struct ww_link_fault){.kind = WW_FAULT_EMPTY});
             return;
         }
@@ -59,10 +61,11 @@ static void accept(struct ww_link *link, const struct ibv_wc *wc)
 int ww_link_drain(struct ww_link *link)
 {
     int total = 0;
-    while (link->held + DRAIN_MAX <= WW_ARRIVALS && !atomic_load(&link->faulty)) {
+    /* Not until the link is faulty: what had arrived before a SEND failed is still to be delivered. */
+    while (link->held + DRAIN_MAX <= WW_ARRIVALS && !link->ended) {
         struct ibv_wc found[DRAIN_MAX];
         int n = ibv_poll_cq(link->c.recv_cq->cq, DRAIN_MAX, found);
-        for (int i = 0; i < n && !atomic_load(&link->faulty); i++) {
+        for (int i = 0; i < n && !link->ended; i++) {
             accept(link, &found[i]);
         }
         if (n < 0) {
@@ -86,8 +89,9 @@ int ww_link_relieve(struct ww_link *link)
     pthread_mutex_lock(&link->recv_lock);
     if (link->receivers == 0) {
         n = ww_link_drain(link);
-        /* Room is kept for all slots, or they could no longer be drained. */
-        for (uint32_t i = 0; n > 0 && i < link->held && link->held + link->c.rx_slots < WW_ARRIVALS; i++) {
+        /* What was found earlier too: with every slot in use, nothing more will come. Room is kept for all slots, or they
+         * could no longer be drained. */
+        for (uint32_t i = 0; n >= 0 && i < link->held && link->held + link->c.rx_slots < WW_ARRIVALS; i++) {
             struct ww_arrival *arrival = &link->arrivals[(link->first + i) % WW_ARRIVALS];
             uint32_t left = arrival->nbytes - arrival->used;
             uint8_t *copy = arrival->slot >= 0 && left <= SMALL_ARRIVAL ? malloc(left) : NULL;
@@ -145,24 +149,34 @@ size_t ww_link_peek(struct ww_link *link, void *data, size_t nbytes)
     return seen;
 }
 
+/* Whether anything had arrived. */
+static int take_arrived(struct ww_link *link, uint8_t *data, size_t nbytes, struct ww_flow *flow)
+{
+    pthread_mutex_lock(&link->recv_lock);
+    if (link->held == 0) {
+        (void)ww_link_drain(link);
+    }
+    size_t n = consume(link, data + flow->done, nbytes - (size_t)flow->done);
+    pthread_mutex_unlock(&link->recv_lock);
+    if (n) {
+        ww_flow_moved(flow, n);
+    }
+    return n > 0;
+}
+
 static struct ww_status receive(struct ww_link *link, uint8_t *data, size_t nbytes, struct ww_flow *flow)
 {
     while (flow->done < nbytes) {
-        pthread_mutex_lock(&link->recv_lock);
-        if (link->held == 0) {
-            (void)ww_link_drain(link);
-        }
-        size_t n = consume(link, data + flow->done, nbytes - (size_t)flow->done);
-        pthread_mutex_unlock(&link->recv_lock);
-        if (n) {
-            ww_flow_moved(flow, n);
+        if (take_arrived(link, data, nbytes, flow)) {
             if (flow->progress_ns >= flow->slice_ns && flow->done < nbytes) {
                 return ww_status_of(WW_PAUSED, 0, "ibv_poll_cq");
             }
             continue;
         }
         struct ww_status status = ww_link_wait(link, flow, WW_SIDE_RECV, "ibv_poll_cq");
-        if (status.code != WW_DONE) {
+        /* What another thread has found broken may have brought something before. */
+        int broken = (status.code == WW_FAULT || status.code == WW_CLOSED) && !atomic_load(&link->stopped);
+        if (status.code != WW_DONE && !(broken && take_arrived(link, data, nbytes, flow))) {
             return status;
         }
     }

@@ -39,6 +39,7 @@ struct ww_link {
     pthread_mutex_t fault_lock;
     struct ww_link_fault fault;
     const char *lost_in; /* the call that told */
+    int hangup_error;    /* what the TCP socket said of its end, which it does once */
 
     /* Sending: one thread at a time, but completions may be reaped by another. */
     pthread_mutex_t send_lock;
@@ -46,8 +47,9 @@ struct ww_link {
     atomic_uint_least64_t completed;
     uint64_t direct_until; /* posted, when the last SEND from the caller's memory had been */
     uint32_t filled;       /* bytes in the slot that goes next */
-    uint32_t high_water;
-    uint64_t direct_bytes, copied_bytes, copies, window_full;
+    /* Counts are read by whoever asks for them. */
+    _Atomic uint32_t high_water;
+    _Atomic uint64_t direct_bytes, copied_bytes, copies, window_full;
     struct ww_framer framer;
 
     /* Receiving */
@@ -56,7 +58,8 @@ struct ww_link {
     struct ww_arrival arrivals[WW_ARRIVALS];
     uint32_t first, held;
     uint32_t empties; /* SENDs without a byte, one after the other */
-    uint64_t received;
+    int ended;        /* a completion was the last to be taken */
+    _Atomic uint64_t received;
     uint8_t posted_slots[WW_RECEIVE_SLOTS];
 };
 

@@ -18,7 +18,7 @@ void ww_link_touch(struct ww_link *link)
 }
 
 /* 1: the peer has closed its end, *error tells how. */
-static int hung_up(const struct ww_link *link, int *error)
+static int hung_up(struct ww_link *link, int *error)
 {
     struct pollfd watched = {.fd = link->tcp_fd, .events = POLLRDHUP};
     *error = 0;
@@ -26,9 +26,12 @@ static int hung_up(const struct ww_link *link, int *error)
         return 0;
     }
     char byte;
+    pthread_mutex_lock(&link->fault_lock);
     if (recv(link->tcp_fd, &byte, 1, MSG_PEEK | MSG_DONTWAIT) < 0 && errno != EAGAIN && errno != EWOULDBLOCK) {
-        *error = errno;
+        link->hangup_error = errno;
     }
+    *error = link->hangup_error;
+    pthread_mutex_unlock(&link->fault_lock);
     return 1;
 }
 

@@ -153,6 +153,9 @@ int ww_qp_free(const struct ww_verbs *verbs, struct ibv_qp *qp)
 struct ww_status ww_qp_init(const struct ww_verbs *verbs, struct ibv_qp *qp, int port)
 {
     struct ibv_qp_attr attributes;
+    if (!ww_is_port(port)) {
+        return failed(EINVAL, "ibv_modify_qp to INIT");
+    }
     memset(&attributes, 0, sizeof attributes);
     attributes.qp_state = IBV_QPS_INIT;
     attributes.port_num = (uint8_t)port;
@@ -165,6 +168,9 @@ struct ww_status ww_qp_to_receive(const struct ww_verbs *verbs, struct ibv_qp *q
                                   const struct ww_qp_peer *peer)
 {
     struct ibv_qp_attr attributes;
+    if (!ww_is_port(port)) {
+        return failed(EINVAL, "ibv_modify_qp to RTR");
+    }
     memset(&attributes, 0, sizeof attributes);
     attributes.qp_state = IBV_QPS_RTR;
     attributes.path_mtu = (enum ibv_mtu)mtu;

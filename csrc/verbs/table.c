@@ -51,6 +51,30 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct ww_verbs table;
 static int opened;
 
+/* A fork waits for the thread that opens the library, which its child has not got: nobody there would let go of the lock, or
+ * end what was half done. But for a fork out of the library's own loading, which has the lock itself. */
+static pthread_once_t prepared = PTHREAD_ONCE_INIT;
+static _Thread_local int opening;
+
+static void before_fork(void)
+{
+    if (!opening) {
+        pthread_mutex_lock(&lock);
+    }
+}
+
+static void after_fork(void)
+{
+    if (!opening) {
+        pthread_mutex_unlock(&lock);
+    }
+}
+
+static void prepare(void)
+{
+    (void)pthread_atfork(before_fork, after_fork, after_fork);
+}
+
 static void *look_up(void *library, const struct entry *entry)
 {
 #ifdef __GLIBC__
@@ -80,8 +104,10 @@ static int fill(void *library, const char *path, char *why, size_t why_size)
 struct ww_status ww_verbs_open(const struct ww_verbs **verbs, char *why, size_t why_size)
 {
     struct ww_status status = ww_status_of(WW_DONE, 0, "dlopen");
+    pthread_once(&prepared, prepare);
     pthread_mutex_lock(&lock);
     if (!opened) {
+        opening = 1;
         const char *path = getenv("WEIGHTWIRE_LIBIBVERBS");
         if (!path || !*path) {
             path = "libibverbs.so.1";
@@ -97,6 +123,7 @@ struct ww_status ww_verbs_open(const struct ww_verbs **verbs, char *why, size_t 
         } else {
             opened = 1; /* and stays so: objects made by it may be anywhere */
         }
+        opening = 0;
     }
     *verbs = status.code == WW_DONE ? &table : NULL;
     pthread_mutex_unlock(&lock);

@@ -9,6 +9,12 @@
 #undef ibv_query_port
 #undef ibv_reg_mr
 
+/* The library takes the number in eight bits, and would make 1 of 257. */
+static inline int ww_is_port(int number)
+{
+    return number >= 1 && number <= UINT8_MAX;
+}
+
 struct ww_verbs {
     struct ibv_device **(*get_device_list)(int *);
     void (*free_device_list)(struct ibv_device **);

@@ -281,6 +281,9 @@ static void ends(void)
     CHECK(ww_recv_exact(fd[0], data, 5, &flow).code == WW_TIMEOUT);
     ww_flow_start(&flow, INT64_C(20000000));
     CHECK(ww_recv_exact(fd[0], data, 5, &flow).code == WW_TIMEOUT && ww_flow_idle(&flow) >= 0.02);
+    struct timespec limit; /* ten times a second somebody looks around */
+    ww_flow_start(&flow, -1);
+    CHECK(ww_flow_limit(&flow, &limit) == 0 && limit.tv_sec == 0 && limit.tv_nsec <= 100000000);
     ww_flow_start(&flow, -1); /* a slice ends by itself */
     CHECK(ww_recv_exact(fd[0], data, 5, &flow).code == WW_PAUSED);
 

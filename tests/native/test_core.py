@@ -58,6 +58,17 @@ def test_no_call_asks_for_more_than_the_limit(tmp_path: Path) -> None:
     assert (run.returncode, run.stdout, run.stderr) == (0, "split\n", "")
 
 
+@pytest.mark.usefixtures("sanitizers")
+def test_what_is_rare(tmp_path: Path) -> None:
+    core = [path for path in sorted((ROOT / "csrc").rglob("*.c")) if path.parent.name != "verbs"]
+    sources = [*core, Path(__file__).with_name("rare.c")]
+    wrap = "-Wl,--wrap=memcmp,--wrap=sendfile,--wrap=send,--wrap=pread,--wrap=fstat"
+    built = compile_c(sources, tmp_path / "rare", "-O1", *SANITIZE, wrap)
+    assert built.returncode == 0, built.stderr
+    run = subprocess.run([str(tmp_path / "rare")], capture_output=True, text=True, timeout=110, check=False)
+    assert (run.returncode, run.stdout, run.stderr) == (0, "comparing\nsending\n", "")
+
+
 def test_the_core_knows_no_python() -> None:
     for path in (ROOT / "csrc").rglob("*.[ch]"):
         text = path.read_text()

@@ -1,6 +1,7 @@
 /* Exercises csrc/verbs over the stand-in libibverbs, for builds with sanitizers: prints what it checked, exits non-zero at the first
  * wrong answer. */
 #include <errno.h>
+#include <netinet/in.h>
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -207,6 +208,9 @@ static void check_moving(int registered)
         jobs[i].seed = 100 + (unsigned int)i;
         CHECK(pthread_create(&threads[i], NULL, i < 2 ? send_stream : recv_stream, &jobs[i]) == 0);
     }
+    while (ww_link_counts(one.link).receives < 40) { /* anybody may look on */
+        usleep(100);
+    }
     for (int i = 0; i < 4; i++) {
         CHECK(pthread_join(threads[i], NULL) == 0);
     }
@@ -255,6 +259,101 @@ static void check_relief(void)
         CHECK(answer[0] == 16);
     }
     CHECK(pthread_join(thread, NULL) == 0);
+    drop(&one);
+    drop(&other);
+}
+
+#define MUCH (60 * WW_CHUNK)
+
+/* Sends more than there are slots left for, and reads only then. */
+static void *send_then_read(void *argument)
+{
+    struct side *side = argument;
+    uint8_t answer[24] = {16}, header[9], *much = malloc(MUCH);
+    for (int i = 0; i < 10; i++) {
+        DONE(send_all(side, answer, sizeof answer, 0, -1));
+    }
+    DONE(recv_all(side, header, sizeof header, -1));
+    DONE(recv_all(side, much, MUCH, -1));
+    free(much);
+    return NULL;
+}
+
+/* What a receive has found and left in its slots is in nobody's way either. */
+static void check_relief_of_found(void)
+{
+    struct side one, other;
+    pthread_t thread;
+    uint8_t header[9] = {6}, answer[24] = {16};
+    uint8_t *much = calloc(1, MUCH);
+    connect_sides(&one, &other);
+    for (int i = 0; i < WW_RECEIVE_SLOTS / 2; i++) { /* each takes two slots: size and payload */
+        DONE(send_all(&other, answer, sizeof answer, 0, -1));
+    }
+    DONE(recv_all(&one, answer, 4, -1)); /* has found all of them, and is done with none */
+    CHECK(pthread_create(&thread, NULL, send_then_read, &other) == 0);
+    for (int i = 0; i < 8; i++) {
+        header[1 + i] = (uint8_t)((uint64_t)MUCH >> (8 * i));
+    }
+    DONE(send_all(&one, header, sizeof header, 0, INT64_C(30000000000)));
+    DONE(send_all(&one, much, MUCH, 0, INT64_C(30000000000)));
+    CHECK(pthread_join(thread, NULL) == 0);
+    DONE(recv_all(&one, answer, 20, -1));
+    for (int i = 1; i < WW_RECEIVE_SLOTS / 2 + 10; i++) {
+        DONE(recv_all(&one, answer, sizeof answer, -1));
+        CHECK(answer[0] == 16);
+    }
+    free(much);
+    drop(&one);
+    drop(&other);
+}
+
+/* An answer that had come before a SEND failed is delivered, to a receive that comes after. */
+static void check_last_words(void)
+{
+    struct side one, other;
+    uint8_t header[9] = {1, 0, 0, 4}, answer[24] = {16}, got[24];
+    uint8_t *much = calloc(1, WW_CHUNK);
+    connect_sides(&one, &other);
+    DONE(send_all(&one, header, sizeof header, 0, -1));
+    DONE(send_all(&other, answer, sizeof answer, 0, -1));
+    CHECK(send_all(&one, much, WW_CHUNK, 0xdead, -1).code == WW_FAULT);
+    DONE(recv_all(&one, got, sizeof got, -1));
+    CHECK(memcmp(got, answer, sizeof got) == 0);
+    CHECK(recv_all(&one, got, 1, -1).code == WW_FAULT);
+    CHECK(ww_link_fault(one.link).sending);
+    free(much);
+    drop(&one);
+    drop(&other);
+}
+
+/* The socket tells of a reset once, and whoever asks later hears the same. */
+static void check_reset(void)
+{
+    struct side one, other;
+    struct sockaddr_in here = {.sin_family = AF_INET, .sin_addr = {htonl(INADDR_LOOPBACK)}};
+    struct linger at_once = {1, 0};
+    socklen_t size = sizeof here;
+    uint8_t byte, header[9] = {6};
+    int listening = socket(AF_INET, SOCK_STREAM, 0);
+    connect_sides(&one, &other);
+    CHECK(bind(listening, (struct sockaddr *)&here, size) == 0 && listen(listening, 1) == 0);
+    CHECK(getsockname(listening, (struct sockaddr *)&here, &size) == 0);
+    close(one.tcp);
+    close(other.tcp);
+    one.tcp = socket(AF_INET, SOCK_STREAM, 0);
+    CHECK(connect(one.tcp, (struct sockaddr *)&here, size) == 0);
+    other.tcp = accept(listening, NULL, NULL);
+    CHECK(other.tcp >= 0);
+    ww_link_attach(one.link, one.tcp, WW_FRAME_REQUESTS);
+    CHECK(setsockopt(other.tcp, SOL_SOCKET, SO_LINGER, &at_once, sizeof at_once) == 0);
+    close(other.tcp);
+    other.tcp = listening;
+    DONE(send_all(&one, header, sizeof header, 0, -1)); /* the queue pair goes on for as long as it does */
+    for (int i = 0; i < 2; i++) {
+        struct ww_status status = recv_all(&one, &byte, 1, -1);
+        CHECK(status.code == WW_CLOSED && status.error == ECONNRESET);
+    }
     drop(&one);
     drop(&other);
 }
@@ -314,7 +413,10 @@ int main(void)
     check_moving(1);
     puts("moving");
     check_relief();
+    check_relief_of_found();
     puts("relief");
+    check_last_words();
+    check_reset();
     check_ends();
     puts("ends");
     check_faults();

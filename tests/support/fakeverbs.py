@@ -61,7 +61,9 @@ class FakeVerbs:
         return value
 
     def set(self, name: str, value: int) -> None:
-        """Change a setting: devices, budget (bytes, -1 none), port_state, max_inline, stall, queue_cost (bytes)."""
+        """Change a setting: devices, budget (bytes, -1 none), port_state, max_inline, stall, queue_cost (bytes),
+        hold (asking a device, and changing a queue pair, take until it is 0).
+        """
         assert self._dll.fake_set(name.encode(), value) == 0, f"the stand-in knows no {name}"
 
     def fault(self, text: str, *, after: int = 0, times: int = 0) -> None:

@@ -45,6 +45,7 @@ cdef class BaseStream:
     cdef bint opened
     cdef bint stopped
     cdef bint gone
+    cdef int ended
     cdef int64_t timeout_ns
     cdef object given_timeout
     cdef object name
@@ -64,6 +65,7 @@ cdef class BaseStream:
 
     cdef int enter(self, str operation) except -1
     cdef int leave(self) except -1
+    cdef void recall(self, ww_status *status) noexcept
     cdef int set_timeout(self, object seconds) except -1
     cdef int check_process(self, str operation) except -1
     cdef int check_file(self, ww_status status, object source, uint64_t offset) except -1
@@ -72,4 +74,4 @@ cdef class BaseStream:
     cdef int pull(self, char *data, size_t nbytes, int64_t limit, ww_flow *flow, ww_status *status) except -1
     cdef object take(self, Py_ssize_t nbytes, object timeout, bint end_is_none)
     cdef int gather(self, object buffers, object source) except -1
-    cdef int push(self, void *message, uint64_t nbytes, object source, const uint64_t *offset) except -1
+    cdef int push(self, void *message, uint64_t nbytes, bint in_memory, object source, const uint64_t *offset) except -1

@@ -3,6 +3,7 @@
 from cpython.buffer cimport PyBuffer_Release
 from cpython.bytes cimport PyBytes_AsString, PyBytes_FromStringAndSize
 from cpython.exc cimport PyErr_CheckSignals
+from libc.errno cimport ECONNABORTED, ECONNRESET
 from libc.stddef cimport size_t
 from libc.stdint cimport INT64_MAX, int64_t, uint64_t
 from posix.unistd cimport getpid
@@ -176,6 +177,17 @@ cdef class BaseStream:
             self.release()
         return 0
 
+    cdef void recall(self, ww_status *status) noexcept:
+        """A socket tells of an error once, to whichever call comes first: later it has ended in good order."""
+        if status.code != WW_CLOSED or self.stopped:
+            return
+        if status.error in (ECONNRESET, ECONNABORTED):
+            self.ended = status.error
+        elif self.ended:
+            status.error = self.ended
+            if self.ended not in (ECONNRESET, ECONNABORTED):
+                status.code = WW_FAILED
+
     cdef int check_process(self, str operation) except -1:
         """A forked child has the parent's connection in hand: what it sends or takes would be missing there."""
         if self.process == getpid():
@@ -207,9 +219,9 @@ cdef class BaseStream:
         # Not of the socket: that is kept open as long as somebody is inside.
         if status.code == WW_FAILED:
             check_open(source, status.error, offset)
-        if status.code == WW_FAILED and status.operation != NULL and <bytes>status.operation == b"pread":
+        if status.code == WW_FAILED and status.operation != NULL and <bytes>status.operation in (b"pread", b"fstat"):
             raise ModelError(
-                f"pread: {os.strerror(status.error)}", path=source.path, offset=offset,
+                f"{(<bytes>status.operation).decode()}: {os.strerror(status.error)}", path=source.path, offset=offset,
                 hint=_CUT_SHORT if status.error == errno.EIO else "",
             )
         return 0
@@ -299,6 +311,7 @@ cdef class BaseStream:
             try:
                 self.pull(<char *>target.buf, <size_t>target.len, limit, &flow, &status)
                 if status.code != WW_DONE:
+                    self.recall(&status)
                     self.fail(status, &flow, <uint64_t>target.len, False)
             finally:
                 self.leave()
@@ -316,6 +329,7 @@ cdef class BaseStream:
         try:
             self.pull(PyBytes_AsString(data), <size_t>nbytes, limit, &flow, &status)
             if status.code != WW_DONE:
+                self.recall(&status)
                 if end_is_none and status.code == WW_CLOSED and status.error == 0 and flow.done == 0:
                     return None
                 self.fail(status, &flow, <uint64_t>nbytes, False)
@@ -342,15 +356,18 @@ cdef class BaseStream:
             let_go(&views)
         return 0
 
-    cdef int push(self, void *message, uint64_t nbytes, object source, const uint64_t *offset) except -1:
-        """Sends a message of ``nbytes`` bytes; ``offset`` follows how far ``source``, if there is one, has come."""
+    cdef int push(self, void *message, uint64_t nbytes, bint in_memory, object source, const uint64_t *offset) except -1:
+        """Sends a message of ``nbytes`` bytes; ``offset`` follows how far ``source``, if there is one, has come.
+
+        Unless all of it is ``in_memory``, a disk may be waited for.
+        """
         cdef ww_flow flow
         cdef ww_status status
         ww_flow_start(&flow, self.timeout_ns)
         flow.profile = clock_of(self.clock)
         try:
             status.code = WW_PAUSED
-            if nbytes <= KEEP_GIL:
+            if nbytes <= KEEP_GIL and in_memory:
                 flow.impatient = 1
                 self.send_step(message, &flow, &status)
                 flow.impatient = 0
@@ -362,6 +379,7 @@ cdef class BaseStream:
         finally:
             self.sent += flow.done
         if status.code != WW_DONE:
+            self.recall(&status)
             if source is not None:
                 self.check_file(status, source, offset[0])
             self.fail(status, &flow, nbytes, True)

@@ -109,7 +109,13 @@ cdef class Link(BaseStream):
         if self.gone or not self.opened or self.attached:
             raise ValueError("a link is attached once, while it is open")
         cdef int kind = _FRAMINGS[framing]
-        ww_link_attach(self.link, tcp.fileno(), kind)
+        cdef int fd = tcp.fileno()
+        # Without it nothing would tell that the peer has gone.
+        if fd < 0:
+            raise TransportError(
+                f"the connection with {self.name} is closed", endpoint=self.name, operation="attach", errno=errno.EBADF
+            )
+        ww_link_attach(self.link, fd, kind)
         self.tcp = tcp
         self.attached = True
 
@@ -260,7 +266,7 @@ cdef class Link(BaseStream):
                 nbytes += file.nbytes
             self.enter("send")
             try:
-                self.push(&left, nbytes, source, &file.offset)
+                self.push(&left, nbytes, source is None, source, &file.offset)
             finally:
                 self.leave()
         finally:

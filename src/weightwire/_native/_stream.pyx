@@ -1,6 +1,7 @@
 """Whole messages over a connected socket."""
 
 from cpython.mem cimport PyMem_Free, PyMem_Malloc
+from libc.errno cimport EAGAIN, EINTR, errno as os_errno
 from libc.stddef cimport size_t
 from libc.stdint cimport uint64_t
 from libc.string cimport memset
@@ -90,6 +91,8 @@ cdef class Stream(BaseStream):
 
     cdef size_t look(self, void *data, size_t nbytes) noexcept:
         cdef Py_ssize_t got = recv_from(self.fd, data, nbytes, MSG_PEEK | MSG_DONTWAIT)
+        if got < 0 and os_errno not in (EAGAIN, EINTR):
+            self.ended = os_errno  # which the call that takes the bytes will not hear of
         return <size_t>got if got > 0 else 0
 
     cdef int wake(self) except -1:
@@ -155,7 +158,7 @@ cdef class Stream(BaseStream):
                     message.parts.count += 1
                 elif source is not None:
                     message.file = &file
-                self.push(&message, nbytes, source, &file.offset)
+                self.push(&message, nbytes, message.file == NULL, source, &file.offset)
             finally:
                 self.leave()
         finally:

@@ -7,6 +7,7 @@ others are made of stays until they are gone. Source: rdma-core's manual pages, 
 cimport cython
 from cpython.buffer cimport PyBuffer_Release
 from cpython.bytes cimport PyBytes_AsString
+from cpython.mem cimport PyMem_Free, PyMem_Malloc
 from libc.stddef cimport size_t
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
 from libc.string cimport memcpy
@@ -74,6 +75,7 @@ cdef class Handle:
             )
         return 0
 
+    # Around a call without the GIL too, in which another thread may close.
     cdef void keep(self) noexcept:
         self.children += 1
 
@@ -154,22 +156,32 @@ cdef class Device(Handle):
 def devices():
     """The RDMA devices there are; none where the kernel has no RDMA. Raises ``RdmaUnavailable`` without libibverbs."""
     cdef const ww_verbs *verbs = library()
-    cdef ww_device_info few[16]
-    cdef int count = 0, i
+    cdef ww_device_info *infos = NULL
+    cdef int count = 16, room = 0, i
     cdef ww_status status
     cdef Device device
-    with nogil:
-        status = ww_devices(verbs, few, 16, &count)
-    if status.code != WW_DONE:
-        refused(status, "listing devices")
-    found = []
-    for i in range(min(count, 16)):
-        device = Device.__new__(Device)
-        device.verbs = verbs
-        device.info = few[i]
-        device.alive = True
-        found.append(device)
-    return found
+    try:
+        # Until all of them fit: a device's virtual functions are many.
+        while count > room:
+            room = count
+            PyMem_Free(infos)
+            infos = <ww_device_info *>PyMem_Malloc(<size_t>room * sizeof(ww_device_info))
+            if infos == NULL:
+                raise MemoryError
+            with nogil:
+                status = ww_devices(verbs, infos, room, &count)
+            if status.code != WW_DONE:
+                refused(status, "listing devices")
+        found = []
+        for i in range(count):
+            device = Device.__new__(Device)
+            device.verbs = verbs
+            device.info = infos[i]
+            device.alive = True
+            found.append(device)
+        return found
+    finally:
+        PyMem_Free(infos)
 
 
 cdef class Context(Handle):
@@ -201,8 +213,10 @@ cdef class Context(Handle):
         cdef ww_status status
         cdef int count = 0
         self.check()
+        self.keep()
         with nogil:
             status = ww_port_count(self.verbs, self.handle, &count)
+        self.leave()
         if status.code != WW_DONE:
             refused(status, self.device.name)
         return count
@@ -212,8 +226,10 @@ cdef class Context(Handle):
         cdef ww_status status
         cdef ww_port_info info
         self.check()
+        self.keep()
         with nogil:
             status = ww_port(self.verbs, self.handle, number, &info)
+        self.leave()
         if status.code != WW_DONE:
             refused(status, f"port {number} of {self.device.name}")
         return info.state, info.mtu, info.max_mtu, info.link_layer, info.width, info.speed, info.gid_count
@@ -227,8 +243,10 @@ cdef class Context(Handle):
         cdef uint8_t raw[16]
         cdef int kind = -1
         self.check()
+        self.keep()
         with nogil:
             status = ww_gid(self.verbs, self.handle, port, index, raw, &kind)
+        self.leave()
         if status.code == WW_SHORT:
             return None
         if status.code != WW_DONE:
@@ -287,8 +305,10 @@ cdef class CompletionQueue(Handle):
         cdef ww_status status
         cdef int n = 0
         self.check()
+        self.keep()
         with nogil:
             status = ww_cq_poll(&self.cq, found, 16, &n)
+        self.leave()
         if status.code != WW_DONE:
             refused(status, self.context.device.name)
         return [
@@ -297,7 +317,7 @@ cdef class CompletionQueue(Handle):
 
     def text(self, int status):
         """What a completion's status means, in the library's words."""
-        return (<bytes>ww_completion_text(self.verbs, status)).decode(errors="replace")
+        return (<bytes>ww_completion_text(library(), status)).decode(errors="replace")
 
 
 cdef class MemoryRegion(Handle):
@@ -401,8 +421,10 @@ cdef class QueuePair(Handle):
         """To INIT: receives may be posted."""
         cdef ww_status status
         self.check()
+        self.keep()
         with nogil:
             status = ww_qp_init(self.verbs, self.handle, port)
+        self.leave()
         if status.code != WW_DONE:
             refused(status, f"port {port}")
 
@@ -416,8 +438,10 @@ cdef class QueuePair(Handle):
         peer.number = number
         peer.psn = psn
         memcpy(peer.gid, PyBytes_AsString(gid), 16)
+        self.keep()
         with nogil:
             status = ww_qp_to_receive(self.verbs, self.handle, port, gid_index, mtu, &peer)
+        self.leave()
         if status.code != WW_DONE:
             refused(status, f"connecting with queue pair {number}")
 
@@ -425,8 +449,10 @@ cdef class QueuePair(Handle):
         """To RTS: sends may be posted."""
         cdef ww_status status
         self.check()
+        self.keep()
         with nogil:
             status = ww_qp_to_send(self.verbs, self.handle, psn)
+        self.leave()
         if status.code != WW_DONE:
             refused(status, f"queue pair {self.qpn}")
 
@@ -434,8 +460,10 @@ cdef class QueuePair(Handle):
         """To ERR: everything outstanding completes as flushed."""
         cdef ww_status status
         self.check()
+        self.keep()
         with nogil:
             status = ww_qp_to_error(self.verbs, self.handle)
+        self.leave()
         if status.code != WW_DONE:
             refused(status, f"queue pair {self.qpn}")
 

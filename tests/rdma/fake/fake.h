@@ -13,7 +13,7 @@
 #undef ibv_query_port
 #undef ibv_reg_mr
 
-#define FAKE_DEVICES 4
+#define FAKE_DEVICES 40
 #define FAKE_GIDS 8
 #define FAKE_QUEUE 128
 
@@ -80,15 +80,18 @@ struct fake_world {
     struct fake_gid gids[FAKE_GIDS];
     uint32_t next_key, next_pair;
     /* counts of open handles, and of pinned bytes */
-    long n_contexts, n_pds, n_mrs, n_cqs, n_channels, n_qps, pinned, misuse, most_in_flight, polls, arms;
+    long n_contexts, n_pds, n_mrs, n_cqs, n_channels, n_qps, pinned, misuse, most_in_flight, polls, arms, inside;
     /* settings */
-    long s_devices, s_budget, s_port_state, s_max_inline, s_stall, s_queue_cost;
+    long s_devices, s_budget, s_port_state, s_max_inline, s_stall, s_queue_cost, s_hold;
 };
 
 extern struct fake_world fake;
 
 /* The errno that this call is to fail with, or 0. detail may be NULL. */
 int fake_failure(const char *call, const char *detail);
+
+/* Within a call that takes long: until `hold` is 0. */
+void fake_linger(void);
 
 /* Of fake_wire.c; all with the lock held. */
 int fake_post_send(struct ibv_qp *pair, struct ibv_send_wr *request, struct ibv_send_wr **bad);

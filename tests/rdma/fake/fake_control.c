@@ -87,8 +87,22 @@ static const struct {
     {"contexts", &fake.n_contexts},     {"pds", &fake.n_pds},           {"mrs", &fake.n_mrs},
     {"cqs", &fake.n_cqs},               {"channels", &fake.n_channels}, {"qps", &fake.n_qps},
     {"pinned", &fake.pinned},           {"misuse", &fake.misuse},       {"most_in_flight", &fake.most_in_flight},
-    {"polls", &fake.polls},             {"arms", &fake.arms},
+    {"polls", &fake.polls},             {"arms", &fake.arms},         {"hold", &fake.s_hold},
+    {"inside", &fake.inside},
 };
+
+void fake_linger(void)
+{
+    pthread_mutex_lock(&fake.lock);
+    fake.inside++;
+    while (fake.s_hold) {
+        pthread_mutex_unlock(&fake.lock);
+        usleep(1000);
+        pthread_mutex_lock(&fake.lock);
+    }
+    fake.inside--;
+    pthread_mutex_unlock(&fake.lock);
+}
 
 static long *number(const char *name)
 {
@@ -200,6 +214,7 @@ void fake_reset(void)
     fake.s_max_inline = 256;
     fake.s_stall = 0;
     fake.s_queue_cost = 0;
+    fake.s_hold = 0;
     fake.misuse = 0;
     fake.most_in_flight = 0;
     memset(fake.gids, 0, sizeof fake.gids);
@@ -224,8 +239,12 @@ __attribute__((constructor)) static void begin(void)
     fake_reset();
     /* For processes that no test can reach into. */
     const char *budget = getenv("FAKE_VERBS_BUDGET"), *fault = getenv("FAKE_VERBS_FAULT");
+    const char *begun = getenv("FAKE_VERBS_BEGUN");
     if (budget) {
         fake.s_budget = atol(budget);
+    }
+    if (begun && write(atoi(begun), "x", 1) == 1) { /* a library that takes long to load */
+        usleep(500000);
     }
     if (fault && fake_fault(fault, 0, 0)) {
         fprintf(stderr, "the stand-in libibverbs does not know the fault %s\n", fault);

@@ -126,6 +126,7 @@ int ibv_close_device(struct ibv_context *base)
     }
     *at = context->next;
     fake.n_contexts--;
+    fake.misuse += fake.inside;
     unlock();
     close(base->async_fd);
     close(context->events);
@@ -136,6 +137,7 @@ int ibv_close_device(struct ibv_context *base)
 int ibv_query_device(struct ibv_context *context, struct ibv_device_attr *attributes)
 {
     (void)context;
+    fake_linger();
     memset(attributes, 0, sizeof *attributes);
     attributes->phys_port_cnt = 1;
     return refuse("query_device", NULL);
@@ -145,6 +147,7 @@ int ibv_query_port(struct ibv_context *context, uint8_t port, struct _compat_ibv
 {
     struct ibv_port_attr *attributes = (struct ibv_port_attr *)compat;
     (void)context;
+    fake_linger();
     int error = refuse("query_port", NULL);
     if (error || port != 1) {
         return error ? error : EINVAL;
@@ -402,6 +405,7 @@ int ibv_modify_qp(struct ibv_qp *base, struct ibv_qp_attr *attributes, int mask)
     };
     struct fake_qp *pair = (struct fake_qp *)base;
     int to = attributes->qp_state;
+    fake_linger();
     if (to == IBV_QPS_ERR) {
         lock();
         fake_break(pair, IBV_WC_WR_FLUSH_ERR);
@@ -449,6 +453,7 @@ int ibv_destroy_qp(struct ibv_qp *base)
     }
     *at = pair->next;
     fake.n_qps--;
+    fake.misuse += fake.inside;
     fake.pinned -= (long)base->handle;
     ((struct fake_pd *)base->pd)->users--;
     ((struct fake_cq *)base->send_cq)->users--;

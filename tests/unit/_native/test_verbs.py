@@ -4,7 +4,9 @@ import errno
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -271,6 +273,85 @@ def test_a_device_that_has_gone(fake: FakeVerbs) -> None:
     assert caught.value.errno == errno.ENODEV
 
 
+@pytest.mark.parametrize("count", [1, 16, 17, 40])
+def test_all_devices_are_found(fake: FakeVerbs, count: int) -> None:
+    fake.set("devices", count)
+    assert [device.name for device in devices()] == [f"fake{number}" for number in range(count)]
+
+
+def wait_until_inside(fake: FakeVerbs) -> None:
+    deadline = time.monotonic() + 60
+    while not fake.get("inside"):
+        assert time.monotonic() < deadline, "the call never came"
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("ask", [lambda context: context.port(1)[0], lambda context: context.port_count])
+def test_a_device_closed_while_it_is_asked(fake: FakeVerbs, ask: Callable[[Context], int]) -> None:
+    context = Context(devices()[0])
+    expected = ask(context)
+    fake.set("hold", 1)
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            asking = pool.submit(ask, context)
+            wait_until_inside(fake)
+            context.close()
+            assert fake.handles() == {"contexts": 1}, "it is in use"
+        finally:
+            fake.set("hold", 0)
+        assert asking.result(60) == expected
+    assert fake.handles() == {}
+
+
+@pytest.mark.parametrize("step", ["to_init", "to_receive", "to_send", "to_error"])
+def test_a_pair_closed_while_it_is_changed(fake: FakeVerbs, step: str) -> None:
+    with Context(devices()[0]) as context:
+        one, other = Side(context), Side(context)
+        number = other.pair.number
+        steps: dict[str, Callable[[], None]] = {
+            "to_init": lambda: one.pair.to_init(1),
+            "to_receive": lambda: one.pair.to_receive(port=1, gid_index=2, mtu=3, number=number, psn=1, gid=LOCAL),
+            "to_send": lambda: one.pair.to_send(1),
+            "to_error": lambda: one.pair.to_error(),
+        }
+        for before in list(steps)[: list(steps).index(step)]:
+            steps[before]()
+        fake.set("hold", 1)
+        with ThreadPoolExecutor(1) as pool:
+            try:
+                changing = pool.submit(steps[step])
+                wait_until_inside(fake)
+                one.pair.close()
+                assert fake.get("qps") == 2, "it is in use"
+            finally:
+                fake.set("hold", 0)
+            changing.result(60)
+        assert fake.get("qps") == 1
+        one.close()
+        other.close()
+
+
+@pytest.mark.parametrize("port", [-1, 257])
+def test_a_port_that_no_device_can_have(fake: FakeVerbs, port: int) -> None:
+    with Context(devices()[0]) as context:
+        side = Side(context)
+        for ask in (lambda: context.port(port), lambda: context.gid(port, 2), lambda: side.pair.to_init(port)):
+            with pytest.raises(VerbsError) as caught:
+                ask()
+            assert caught.value.errno == errno.EINVAL
+        fake.fault("query_gid_ex:EOPNOTSUPP")
+        with pytest.raises(VerbsError):
+            context.gid(port, 2)
+        side.pair.to_init(1)
+        with pytest.raises(VerbsError):
+            side.pair.to_receive(port=port, gid_index=2, mtu=3, number=1, psn=1, gid=LOCAL)
+        side.close()
+
+
+def test_a_queue_that_was_never_made_knows_what_a_status_means(fake: FakeVerbs) -> None:
+    assert CompletionQueue.__new__(CompletionQueue).text(LOC_LEN_ERR) == "local length error"
+
+
 def run_python(text: str, library: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "WEIGHTWIRE_LIBIBVERBS": library}
     return subprocess.run(
@@ -314,6 +395,33 @@ def test_opened_by_many_threads_at_once(fake_library: FakeVerbs) -> None:
         str(fake_library.library),
     )
     assert done.stdout == f"{[1] * 8}\n", done.stderr
+
+
+FORK = """
+import os, signal, threading, time
+from weightwire._native import _verbs
+begun, begin = os.pipe()
+os.environ["FAKE_VERBS_BEGUN"] = str(begin)
+opening = threading.Thread(target=_verbs.devices)
+opening.start()
+os.read(begun, 1)
+child = os.fork()
+if child == 0:
+    os._exit(len(_verbs.devices()))
+opening.join()
+deadline = time.monotonic() + 30
+while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline:
+    time.sleep(0.01)
+if ended == (0, 0):
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+print(os.waitstatus_to_exitcode(ended[1]) if ended[0] else "it waits for ever")
+"""
+
+
+def test_a_fork_while_another_thread_opens_the_library(fake_library: FakeVerbs) -> None:
+    done = run_python(FORK, str(fake_library.library))
+    assert done.stdout == "1\n", done.stderr
 
 
 def test_importing_opens_nothing() -> None:

@@ -263,6 +263,10 @@ def test_what_of_a_file_is_in_memory(tmp_path: Path) -> None:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         assert memory.resident_bytes(file.fileno(), 0, page * count) == 0
         assert memory.resident_bytes(file.fileno(), page * count, 1 << 30) == 0, "nothing is behind its end"
+        # However far that is: this would take years to look at.
+        assert memory.resident_bytes(file.fileno(), page * count, 1 << 63) == 0
+        assert memory.resident_bytes(file.fileno(), (1 << 64) - 100, 50) == 0
+        assert memory.resident_bytes(file.fileno(), 0, (1 << 64) - 1) == 0
 
 
 def test_what_has_no_pages() -> None:

@@ -164,6 +164,16 @@ def test_a_closed_connection(fake: FakeVerbs, tcp_pair: Ends) -> None:
         offer_rdma(tcp_pair[0], {})
 
 
+def test_a_connection_closed_after_the_offer(fake: FakeVerbs, tcp_pair: Ends) -> None:
+    offers = [offer_rdma(end, {}) for end in tcp_pair]
+    tcp_pair[0].close()
+    with pytest.raises(TransportError, match="is closed") as caught:
+        offers[0].activate(tcp_pair[0], offers[1].caps, REQUESTS)
+    assert caught.value.errno == errno.EBADF
+    assert fake.get("qps") == 1
+    offers[1].close()
+
+
 def test_the_environment_of_the_process(fake: FakeVerbs, tcp_pair: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GGML_RPC_NO_RDMA", "1")
     with pytest.raises(RdmaUnavailable, match="GGML_RPC_NO_RDMA"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import struct
@@ -66,6 +67,24 @@ def test_the_descriptor_outlives_a_call_in_flight(tcp_pair, background) -> None:
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(number)
     assert a.recv_or_eof(1) is None
+
+
+@pytest.mark.parametrize("first", ["peek", "recv_or_eof", "send"])
+def test_a_reset_is_told_whoever_finds_it_first(tcp_pair, first: str) -> None:
+    a, b = tcp_pair
+    with socket.socket(fileno=os.dup(a.fileno())) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    a.close()
+    assert eventually(b.peer_gone)
+    if first == "peek":
+        assert b.peek(1) == b""
+    elif first == "send":
+        with pytest.raises(PeerClosed, match="the peer reset"):
+            b.send(b"x")
+    for _ in range(2):
+        with pytest.raises(PeerClosed, match="the peer reset") as caught:
+            b.recv_or_eof(1)
+        assert caught.value.errno == errno.ECONNRESET
 
 
 def test_closing_twice_and_using_a_closed_stream(tcp_pair) -> None:
