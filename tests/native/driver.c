@@ -13,13 +13,7 @@
 #include "profile/profile.h"
 #include "stream/stream.h"
 
-#define CHECK(what) \
-    do { \
-        if (!(what)) { \
-            fprintf(stderr, "%s:%d: not so: %s (errno %d)\n", __FILE__, __LINE__, #what, errno); \
-            exit(1); \
-        } \
-    } while (0)
+#include "check.h"
 
 static uint64_t plain(const uint8_t *data, size_t n)
 {

@@ -11,13 +11,7 @@
 #include "fnv1a/fnv1a.h"
 #include "fnv1a/variants.h"
 
-#define CHECK(what) \
-    do { \
-        if (!(what)) { \
-            fprintf(stderr, "%s:%d: not so: %s\n", __FILE__, __LINE__, #what); \
-            exit(1); \
-        } \
-    } while (0)
+#include "check.h"
 
 enum { THREADS = 8, LONGEST = 3 * 8192 + 1100 };
 

@@ -7,13 +7,7 @@
 
 #include "stream/stream.h"
 
-#define CHECK(what) \
-    do { \
-        if (!(what)) { \
-            fprintf(stderr, "%s:%d: not so: %s\n", __FILE__, __LINE__, #what); \
-            exit(1); \
-        } \
-    } while (0)
+#include "check.h"
 
 static size_t sends, receives, reads, largest;
 

@@ -12,13 +12,7 @@
 #include "memory/memory.h"
 #include "stream/stream.h"
 
-#define CHECK(what) \
-    do { \
-        if (!(what)) { \
-            fprintf(stderr, "%s:%d: not so: %s (errno %d)\n", __FILE__, __LINE__, #what, errno); \
-            exit(1); \
-        } \
-    } while (0)
+#include "check.h"
 
 #define NBYTES 100000
 

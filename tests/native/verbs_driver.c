@@ -12,13 +12,8 @@
 #include "verbs/link.h"
 #include "verbs/verbs.h"
 
-#define CHECK(what) \
-    do { \
-        if (!(what)) { \
-            fprintf(stderr, "%s:%d: not so: %s (errno %d)\n", __FILE__, __LINE__, #what, errno); \
-            exit(1); \
-        } \
-    } while (0)
+#include "check.h"
+
 #define DONE(status) CHECK((status).code == WW_DONE)
 
 static const struct ww_verbs *verbs;
